@@ -38,7 +38,7 @@ class InferflowRequest(SamplingFields):
     text: str
     model: str | None = None
     system_prompt: str | None = None
-    res_prefix: str | None = Field(None, description="what the answer begins with")
+    res_prefix: str | None = Field(None, description="beginning of the answer")
     encoder_input_template: str | None = Field(
         None, description="only with --request-chat-templates"
     )
@@ -46,8 +46,8 @@ class InferflowRequest(SamplingFields):
         None, description="only with --request-chat-templates"
     )
     decoding_alg: str | dict[str, Any] | None = None
-    random_seed: int | None = Field(None, description="0: a new one")
-    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="true if not given")
+    random_seed: int | None = Field(None, description="0: random")
+    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="default: true")
     max_output_len: int | None = None
     max_new_tokens: int | None = None
     header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
@@ -73,12 +73,12 @@ async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse |
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
     if (body.n or 1) > 1:
-        raise unsupported_field("one answer is given", "n")
+        raise unsupported_field("this route returns a single answer", "n")
     if body.prompt_logprobs is not None:
-        raise unsupported_field("no log-probabilities are given here", "prompt_logprobs")
+        raise unsupported_field("this route does not return log-probabilities", "prompt_logprobs")
     reject_fields(
         body,
-        n_probs="no log-probabilities are given here",
+        n_probs="this route does not return log-probabilities",
         return_token_ids="this route does not return token ids",
         timings_per_token="this route does not return timings",
         return_progress="this route does not report progress",
@@ -117,9 +117,7 @@ def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> l
     conversation = _conversation(request, model)
     if not conversation.has_template:
         if body.system_prompt:
-            raise invalid_request(
-                "the model has no prompt format with a system prompt", "system_prompt"
-            )
+            raise invalid_request("the model's prompt format has no system prompt", "system_prompt")
         ids = session.encode(body.text + (body.res_prefix or ""))
     else:
         messages = [{"role": "user", "content": body.text}]
@@ -134,14 +132,14 @@ def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> l
 
 
 def _conversation(request: RequestContext[InferflowRequest], model: ServedModel) -> Conversation:
-    """The model's prompt format, or the one in the request."""
+    """Return the prompt format of the request, or else of the model."""
     body, conversation = request.body, model.session.opened.conversation
     cross = model.session.engine.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own
     if getattr(body, other) is not None:
-        raise unsupported_field("the model has no place for it", other)
+        raise unsupported_field("the model does not use this template", other)
     template = getattr(body, own)
     if template is None:
         return conversation
@@ -151,7 +149,7 @@ def _conversation(request: RequestContext[InferflowRequest], model: ServedModel)
 
 
 async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
-    """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
+    """Yield the chunks, each followed by an empty line; the last chunk has `is_end`."""
     begun = time.perf_counter()
     async with request.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
         async for batch in pieces:

@@ -1,4 +1,4 @@
-"""Model residency: which models are in memory, which leave for others, and who waits for which."""
+"""Model residency: loads requested models, and unloads idle models to make room."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from jinfer.server.models.model_loading import Opened, open_beside, open_llm, wa
 from jinfer.server.models.served_model import ServedModel
 
 _log = logging.getLogger("jinfer.server")
-_LEAVING = 0.1  # seconds between two looks whether one that leaves has left
-_DOZES = 2  # the level of those that sleep because nobody asks them anything
+_LEAVING = 0.1  # seconds between two checks whether a model is unloaded
+_DOZES = 2  # sleep level of idle models
 
 
 class ModelResidency:
-    """Loads models that are waited for, and takes away those that are not.
+    """Loads the models that requests wait for, and unloads others.
 
-    In the order in which models were asked for, each gets a place (of `most`) as soon as one is
-    free; until then the least recently used model without requests gives its own. A model in use,
-    or pinned, never leaves. Who waits longer than `model_wait` for a place is refused.
+    At most `max_models` models are in memory. Requested models are loaded in order, when there is
+    room; the least recently used idle model makes room. A model in use, or pinned, is never
+    unloaded. A request that waits longer than `model_wait` is refused.
 
-    Its methods are called on the event loop, which alone changes it; loading is done in threads.
+    Only the event loop calls its methods; threads load the models.
 
     Attributes:
         models: the models of the server.
         max_models: number of models in memory at a time.
-        beside_others: whether models are loaded while others answer.
-        closed: whether nothing is loaded any more.
+        beside_others: whether other models may be answering during a load.
+        closed: whether loading has ended.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class ModelResidency:
         self._queue: list[ServedModel] = []
         self._watching: dict[ServedModel, list[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        # What a process of its own loads, others' streams go on beside.
+        # A model process has a low priority, so that the streams of other models continue.
         lower = lower_priority if settings.is_worker else None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=lower)
         self._warmer = ThreadPoolExecutor(1, thread_name_prefix="warmer", initializer=lower)
         self._unloader = ThreadPoolExecutor(1, thread_name_prefix="unloader")
 
     async def arrive(self, model: ServedModel) -> None:
-        """Wait until a model is loaded and nobody wants it to leave; loads it if needed.
+        """Wait until a model is loaded and stays; load it if needed.
 
         Raises:
-            ApiError: it could not be loaded, or there is no room for it.
+            ApiError: the model could not be loaded, or there is no room.
         """
         while model.state != "loaded" or model.leaving:
             if model.arrival is None:
@@ -78,18 +78,18 @@ class ModelResidency:
                     raise http_errors.repeated(error)
             finally:
                 model.waiters -= 1
-                if not model.waiters and model in self._queue:  # nobody waits for it any more
+                if not model.waiters and model in self._queue:  # no request waits any more
                     self._queue.remove(model)
                     self.rest(model)
 
     async def leave(self, model: ServedModel, level: int = 0) -> None:
-        """Unload a model, or lets it sleep, once the requests that use it have ended.
+        """Unload a model, or let it sleep, once the requests that use it have ended.
 
-        Requests that come meanwhile wait until it has left, and have it loaded again. Whoever stops
-        waiting here takes the wish back.
+        New requests wait until it is unloaded, and load it again. Cancelling this call keeps the
+        model.
 
         Args:
-            level: 0: unload; 1 and 2: as of `LLM.sleep`.
+            level: 0: unload; 1 and 2: levels of `LLM.sleep`.
         """
         model.leaving += 1
         departures = model.departures
@@ -103,7 +103,7 @@ class ModelResidency:
             self.rest(model)
 
     async def load(self, model: ServedModel) -> None:
-        """Load a model in a thread, or wakes it; `one.error` says why that failed."""
+        """Load or wake a model in a thread; `model.error` is the reason of a failure."""
         model.state, begun, error = "loading", time.perf_counter(), ""
         self._share_cores()
         try:
@@ -118,7 +118,7 @@ class ModelResidency:
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("%s could not be loaded", model.name)
-        if error and model.llm_or_none is not None:  # it slept, and cannot be woken
+        if error and model.llm_or_none is not None:  # a sleeping model that cannot be woken
             llm, model.llm_or_none = model.llm_or_none, None
             await _in(self._unloader, llm.close)
         model.state, model.error = ("unloaded" if error else "loaded"), error
@@ -137,7 +137,7 @@ class ModelResidency:
         return open_llm(source, self._settings.warm_up)
 
     def _share_cores(self) -> None:
-        """Tell the models of this process whether others come or go, or compute beside them."""
+        """Tell the engines of this process whether other models load, unload or compute."""
         busy = any(
             model.worker is not None or model.state in ("loading", "unloading")
             for model in self.models
@@ -147,7 +147,7 @@ class ModelResidency:
                 model.session.engine.contended = busy or self._settings.is_worker
 
     def forget(self, model: ServedModel) -> None:
-        """Note that a model's process has ended by itself; the next request loads it again."""
+        """Mark a model as unloaded if its process has ended; the next request loads it again."""
         if model.worker is not None and model.worker.has_ended and model.open:
             self.run(_in(self._unloader, model.worker.close))
             _log.error("%s: its process has ended", model.name)
@@ -155,7 +155,7 @@ class ModelResidency:
             self.rest(model)
 
     def dismiss(self, model: ServedModel) -> None:
-        """Unload a model that is not offered any more, once nobody uses it."""
+        """Unload a removed model once no request uses it."""
         model.gone = True
         if model in self._queue:
             self._queue.remove(model)
@@ -163,13 +163,13 @@ class ModelResidency:
         self.run(self.leave(model))
 
     def rest(self, model: ServedModel) -> None:
-        """Say what is to happen to a model unless somebody uses it meanwhile."""
+        """Schedule the idle timers of a model."""
         self._share_cores()
         for future in self._watching.pop(model, ()):
             if not future.done():
                 future.set_result(None)
         if model.state == "loaded" and not model.leaving:
-            _answer(model, None)  # those who waited for it to leave, and it stayed
+            _answer(model, None)  # wake requests that waited for the unloading, which was cancelled
         if model.open and not model.users and not model.source.pinned and model not in self._queue:
             model.cancel_timers()
             loop, rested = asyncio.get_running_loop(), time.monotonic() - model.last_used
@@ -198,7 +198,7 @@ class ModelResidency:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _want(self, model: ServedModel) -> None:
-        """Queue a model that is waited for, and is neither in memory nor on its way there."""
+        """Queue a model that requests wait for, unless it is loaded or loading."""
         if model.gone:
             _answer(
                 model, http_errors.unknown_model(model.name, [each.name for each in self.models])
@@ -214,7 +214,7 @@ class ModelResidency:
         model.timers.append(timer)
 
     def _give_up(self, model: ServedModel) -> None:
-        """Tell those who wait for a model that there was no room for it."""
+        """Refuse the requests that wait for a model, as there is no room."""
         if model in self._queue and any(each.state == "unloading" for each in self.models):
             self._give_up_later(model, _LEAVING)
         elif model in self._queue:
@@ -225,7 +225,7 @@ class ModelResidency:
             self.rest(model)
 
     def _advance(self) -> None:
-        """Load what is next in the queue, or makes room for it."""
+        """Load the next model of the queue, or make room for it."""
         while self._queue and not self.closed:
             model = self._queue[0]
             others = [each for each in self.models if each.occupies and each is not model]
@@ -263,7 +263,7 @@ class ModelResidency:
             _log.exception("%s could not be unloaded", model.name)
         if not level:
             del llm
-            await _in(self._unloader, trim)  # the tokenizer is freed only now
+            await _in(self._unloader, trim)  # frees the tokenizer
         model.error = why
         if why and level:
             model.state = "loaded"
@@ -283,7 +283,7 @@ class ModelResidency:
 
 
 def _answer(model: ServedModel, error: ApiError | None) -> None:
-    """Let those who wait for a model go on, or tells them why it does not come."""
+    """Wake the requests that wait for a model, with an error if it was not loaded."""
     arrival, model.arrival = model.arrival, None
     if arrival is not None and not arrival.done():
         arrival.set_result(error)

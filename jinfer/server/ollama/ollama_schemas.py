@@ -90,7 +90,7 @@ class _Generates(base.RequestModel):
     """What the routes that generate share."""
 
     model: str | None = None
-    stream: bool | None = Field(None, description="true if not given")
+    stream: bool | None = Field(None, description="default: true")
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = Field(
         None, description="json, or a JSON schema; an empty one is json"
@@ -125,7 +125,7 @@ class OllamaEmbedRequest(base.RequestModel):
 
     model: str | None = None
     input: str | list[str]
-    truncate: bool | None = Field(None, description="true if not given")
+    truncate: bool | None = Field(None, description="default: true")
     dimensions: int | None = Field(None, ge=1)
     options: Annotated[OllamaOptions | None, _UNSAMPLED] = None
     keep_alive: KeepAlive = None
