@@ -87,7 +87,7 @@ def test_flags_of_other_servers() -> None:
         (["m"], {"JINFER_PORT": "x"}, "JINFER_PORT='x': 'x' is not a whole number"),
         (["m"], {"JINFER_WARM_UP": "x"}, "JINFER_WARM_UP='x': allowed: background"),
         (["m"], {"JINFER_LOG_PROMPTS": "x"}, "JINFER_LOG_PROMPTS='x': write true or false"),
-        (["m", "--api-key-file", "/nowhere/keys"], {}, "write one key a line"),
+        (["m", "--api-key-file", "/nowhere/keys"], {}, "write a key per line"),
         (["m", "--chat-template", "/nowhere/t"], {}, "--chat-template /nowhere/t"),
     ],
 )

@@ -59,7 +59,7 @@ class ServerSettings:
         max_loaded: number of models in memory at a time; None: all models of the start, and at
             least four with models on demand.
         model_wait: seconds that a request may wait for room for its model.
-        autoload: whether a request loads the model that it names.
+        autoload: whether requests load their model.
         idle_unload, idle_sleep: seconds without requests until a model is unloaded or sleeps; None:
             never.
         warm_up: whether all programs are compiled in the background.
@@ -72,7 +72,7 @@ class ServerSettings:
         responses_dir: folder of stored responses; None: they are kept in memory.
         max_responses: number of stored responses; 0: none is stored.
         responses_bytes: bytes of all stored responses.
-        responses_seconds: age at which a stored response is removed.
+        responses_seconds: age at which a stored response is removed, in seconds.
         template_variables: variables of chat templates, below those of requests.
         logits_processors: functions that requests may name.
         allow_inspection: whether requests may capture, steer and edit activations.
