@@ -46,7 +46,7 @@ class ThinkingChoice:
     followed: frozenset[str] = frozenset()
 
     def apply(self, options: RequestOptions) -> RequestOptions:
-        """Set the thinking budget. Raises `ApiError` if another field sets another one."""
+        """Set the thinking budget. Raises `ApiError` if another field contradicts it."""
         if self.budget is None:
             return options
         budget = None if self.budget == UNLIMITED else self.budget
@@ -143,7 +143,7 @@ def _budgets(chat: ChatTemplateFields) -> dict[str, int | None]:
 
 
 def _agreed(values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the first field with a value, and the value; ("", None) without one.
+    """Return the first field with a value, and the value; or ("", None).
 
     Raises:
         ApiError: two fields have different values.

@@ -82,7 +82,7 @@ def _slot(text: str, slots: int) -> int:
 def _checked_name(name: str | None) -> str:
     """Check that a file name stays within the folder. Raises `ApiError`."""
     if name is None:
-        raise invalid_request("there is no filename; give one", "filename")
+        raise invalid_request("there is no filename", "filename")
     plain = name.isprintable() and name.isascii() and not set(name) & set('/\\:*?"<>|')
     if not plain or not 0 < len(name) <= _LONGEST or name.startswith(".") or name.endswith("."):
         raise invalid_request(

@@ -67,8 +67,8 @@ class PoolingRequest(RequestModel):
     input: MixedPrompts
     task: PoolingTask | None = Field(
         None,
-        description="without it: classes of a model with a head for them, token vectors of one "
-        "that compares them (ColBERT), else one vector a text",
+        description="default: classes for a model with a classification head, token vectors for a "
+        "ColBERT model, else a vector per text",
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, description="truncate vectors to this size")

@@ -92,7 +92,7 @@ class RerankResponse(RootModel[RankedDocuments | list[RankedText]]):
 
 
 class ScoreRequest(RequestModel):
-    """A request to /score; a single first text is paired with each second one."""
+    """A request to /score; a single first text is paired with each second text."""
 
     text_1: str | Texts | None = None
     queries: str | Texts | None = Field(None, description="another name of text_1")
