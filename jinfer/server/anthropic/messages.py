@@ -220,7 +220,7 @@ async def create_message(
         request.running(_prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _MessageAnswer(request, model, run)
+        answer = _MessageFormatter(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
                 answer.push(chunk)
@@ -261,7 +261,7 @@ def _failed(error: ApiError) -> bytes:
 
 
 @dataclass
-class _MessageAnswer:
+class _MessageFormatter:
     """Formats a message while it is generated."""
 
     request: RequestContext[MessagesRequest]
@@ -349,7 +349,7 @@ async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGener
         request.running(_prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _MessageAnswer(request, model, run)
+        answer = _MessageFormatter(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:
             events: list[bytes] = []

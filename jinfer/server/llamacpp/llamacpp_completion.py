@@ -124,7 +124,7 @@ async def answer_prompts(
     if body.stream:
         return StreamedResponse(_stream_events(request, prepare))
     async with request.running(prepare) as (model, run):
-        answer = _LlamaAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         whole = [
             (i, completion)
             for i, group in enumerate(await run.completions())
@@ -163,7 +163,7 @@ def _plain(prompt: LlamaPrompt) -> str | list[Any]:
 
 
 @dataclass
-class _LlamaAnswers:
+class _CompletionFormatter:
     """Formats the answers to a completion request."""
 
     request: RequestContext[LlamaRequest]
@@ -261,7 +261,7 @@ async def _stream_events(
 ) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of a stream; the last event of an answer has its statistics."""
     async with request.running(prepare) as (model, run):
-        answer = _LlamaAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         chunks: list[list[Chunk]] = [[] for _ in run.prepared]
         ended: set[int] = set()
         async with contextlib.aclosing(run.chunks()) as pieces:
@@ -278,7 +278,7 @@ async def _stream_events(
         yield b"".join(_end(answer, index, chunks[index]) for index in left)
 
 
-def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
+def _end(answer: _CompletionFormatter, index: int, chunks: list[Chunk]) -> bytes:
     """Format the final event of an answer, without its text."""
     run = answer.run
     whole = answer.body(index, run.owners[index], completion(chunks, run.usages[index]))

@@ -13,7 +13,7 @@ from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.models.served_model import ServedModel
 
 
-def native_answer(
+def llamacpp_response(
     model: ServedModel, job: PromptRequests, answer: Completion, index: int
 ) -> dict[str, Any]:
     """Return a whole answer.

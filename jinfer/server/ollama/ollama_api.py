@@ -92,7 +92,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
         request.running(prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer, whole = _OllamaAnswer(request, model, run, clock), _Parts()
+        answer, whole = _OllamaFormatter(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
                 whole += answer.push(chunk)
@@ -117,7 +117,7 @@ async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
         request.running(prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _OllamaAnswer(request, model, run, clock)
+        answer = _OllamaFormatter(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]
             yield b"".join(dumps(answer.line(part)) + b"\n" for part in parts if part)
@@ -200,7 +200,7 @@ class _Parts:
 
 
 @dataclass
-class _OllamaAnswer:
+class _OllamaFormatter:
     """Formats the answer to a request."""
 
     request: _Call

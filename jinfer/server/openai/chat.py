@@ -18,7 +18,7 @@ from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
+from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.server.tool_parsers.output_deltas import (
     OutputDelta,
     ParsedAnswer,
@@ -38,9 +38,9 @@ async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedR
         raise invalid_request("it needs logprobs: true", "top_logprobs")
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.stream:
-        return StreamedResponse(stream_answer(request, _prepare, _ChatAnswer))
+        return StreamedResponse(stream_answer(request, _prepare, _ChatFormatter))
     async with request.running(_prepare) as (model, run):
-        answer = _ChatAnswer(request, model, run)
+        answer = _ChatFormatter(request, model, run)
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             arguments = score_prompt, model.session, answer.job.ids, body.prompt_logprobs
@@ -59,7 +59,7 @@ def _prepare(request: RequestContext[ChatRequest], model: ServedModel) -> list[P
     return [prepare_chat(request.body, model, request.service.settings, request.ignore)]
 
 
-class _ChatAnswer(OpenAIAnswer):
+class _ChatFormatter(OpenAIFormatter):
     """Formats the answers to a chat request."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"

@@ -28,7 +28,7 @@ from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
+from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.tokenizer_base import valid_text
@@ -167,9 +167,9 @@ async def completions(
             )
         if body.prompt_logprobs is not None:
             raise unsupported_field("streams have no prompt log-probabilities", "prompt_logprobs")
-        return StreamedResponse(stream_answer(request, _prepare_prompts, _TextAnswers))
+        return StreamedResponse(stream_answer(request, _prepare_prompts, _CompletionFormatter))
     async with request.running(_prepare_prompts) as (model, run):
-        answer = _TextAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         await answer.score()
         groups = await run.completions()
         if body.logprobs is None and body.prompt_logprobs is None and not body.capture:
@@ -198,7 +198,7 @@ def _prepare_prompts(
     ]
 
 
-class _TextAnswers(OpenAIAnswer):
+class _CompletionFormatter(OpenAIFormatter):
     """Formats the answers to a completion request.
 
     Attributes:

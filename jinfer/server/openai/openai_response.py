@@ -21,7 +21,7 @@ from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import SSE_DONE, batch_bytes, sse_event
-from jinfer.server.llamacpp.llamacpp_response import native_answer
+from jinfer.server.llamacpp.llamacpp_response import llamacpp_response
 from jinfer.server.models.served_model import ServedModel
 from jinfer.version import __version__
 
@@ -40,7 +40,7 @@ def score_prompt(session: Session, ids: Sequence[int], top: int) -> list[TokenLo
 
 
 @dataclass
-class OpenAIAnswer(ABC):
+class OpenAIFormatter(ABC):
     """Formats the answers to a completion request.
 
     Attributes:
@@ -75,7 +75,7 @@ class OpenAIAnswer(ABC):
         """Return the answer in llama.cpp's format, if requested."""
         if not self.request.body.verbose:
             return {}
-        return {"__verbose": native_answer(self.model, job, answer, index)}
+        return {"__verbose": llamacpp_response(self.model, job, answer, index)}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created}
@@ -122,7 +122,7 @@ class OpenAIAnswer(ABC):
 
 
 async def stream_answer(
-    request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIAnswer]
+    request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIFormatter]
 ) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of a streamed answer."""
     async with (

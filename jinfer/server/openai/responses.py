@@ -178,7 +178,7 @@ class _Answering:
             self.request.running(prepare) as (model, run),
             contextlib.aclosing(run.chunks()) as pieces,
         ):
-            answer = _ResponseAnswer(self, model, run)
+            answer = _ResponseFormatter(self, model, run)
             begun = False
             async for batch in pieces:
                 events: list[dict[str, Any]] = []
@@ -260,7 +260,7 @@ def _shown_tool(tool: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _ResponseAnswer:
+class _ResponseFormatter:
     """Formats a response while it is generated."""
 
     answering: _Answering
