@@ -123,7 +123,7 @@ def test_a_file_that_is_no_batch(client: openai.OpenAI, smol: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no file"):
         client.batches.create(input_file_id="file-1", **given)
     other = client.files.create(file=io.BytesIO(b"a"), purpose="user_data")
-    with pytest.raises(openai.BadRequestError, match="purpose is not batch"):
+    with pytest.raises(openai.BadRequestError, match="purpose of the file is not batch"):
         client.batches.create(input_file_id=other.id, **given)
     with pytest.raises(openai.BadRequestError) as found:
         client.files.create(file=b"a", purpose="other")  # type: ignore[arg-type]
