@@ -186,7 +186,7 @@ class EndpointApp:
             # The model's process reports and logs the fields without effect.
             request.notes.pop("ignored", None)
             request.notes["elsewhere"] = True
-            async with self.service.models.hold(found.model, awake=found.awake) as model:
+            async with self.service.models.keep_loaded(found.model, awake=found.awake) as model:
                 assert model.worker is not None, "the model has its own process"
                 socket, seconds = model.worker.socket, settings.send_seconds
                 body = data if isinstance(data, bytes) else b""

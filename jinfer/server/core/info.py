@@ -99,7 +99,7 @@ async def models(request: RequestContext[Any]) -> HttpResponse:
     if query_value(request.http, "reload") in ("1", "true"):  # as llama.cpp's router
         await request.service.models.reload()
     listed = []
-    request.service.models.notice_ends()
+    request.service.models.mark_ended()
     for model in request.service.models.models:
         listed += [model_card(model), *(adapter_card(model, name) for name in model.adapters)]
     return HttpResponse({"object": "list", "data": listed})

@@ -179,7 +179,7 @@ class RequestContext[B: BaseModel]:
         if value is None:
             return None
         seconds = keep_alive_seconds(value)
-        if self.service.models.come_and_go:
+        if self.service.models.is_dynamic:
             return seconds
         self.ignore("keep_alive", "the server's models stay in memory; see --models-dir")
         return None

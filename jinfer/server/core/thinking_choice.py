@@ -29,7 +29,7 @@ _NO_MARKS = "the model does not mark its thoughts in a known way"
 
 @dataclass(frozen=True)
 class ThinkingChoice:
-    """How the model thinks about a request.
+    """Whether, how hard and how long the model thinks.
 
     Attributes:
         variables: variables of the chat template.

@@ -290,7 +290,7 @@ def _end(answer: _CompletionFormatter, index: int, chunks: list[Chunk]) -> bytes
 async def props(request: RequestContext[Any]) -> HttpResponse:
     """Describe a model, as llama.cpp's /props."""
     name = request.http.query_params.get("model")
-    async with request.service.models.see(name) as model:
+    async with request.service.models.peek(name) as model:
         session, opened = model.session, model.session.opened
         tokenizer = opened.tokenizer
         names = {}

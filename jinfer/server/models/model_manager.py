@@ -74,7 +74,7 @@ class ModelManager:
         return self._started
 
     @property
-    def come_and_go(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether models are loaded on demand, or unloaded for others or when idle."""
         idle = self._settings.idle_unload is not None or self._settings.idle_sleep is not None
         few = self.residency.max_models < len(self.models)
@@ -99,7 +99,7 @@ class ModelManager:
             await self.residency.load(model)
             if model.state != "loaded":
                 raise ApiError(503, model.error)
-        self._started = self.residency.beside_others = True
+        self._started = self.residency.started = True
         await self._examine([model for model in self.models if model.source.on_demand])
 
     def refuse_requests(self) -> None:
@@ -118,10 +118,10 @@ class ModelManager:
         """Return the statistics of each loaded model, awake or asleep."""
         return {model.name: stats for model in self.models if (stats := model.stats) is not None}
 
-    def notice_ends(self) -> None:
+    def mark_ended(self) -> None:
         """Mark models as unloaded whose processes have ended."""
         for model in self.models:
-            self.residency.forget(model)
+            self.residency.mark_ended(model)
 
     async def refresh(self) -> None:
         """Fetch statistics and adapters from the models' own processes."""
@@ -199,22 +199,24 @@ class ModelManager:
         self._check_open(model)
         if not self._settings.autoload and model.state == "unloaded":
             raise http_errors.model_not_loaded(model.name)
-        async with self.hold(model):
+        async with self.keep_loaded(model):
             model.keep = self._keep(model.source) if keep is None else keep
             if model.worker is not None:
                 raise RunsElsewhereError(model)
             yield model
 
     @contextlib.asynccontextmanager
-    async def hold(self, model: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
+    async def keep_loaded(
+        self, model: ServedModel, *, awake: bool = True
+    ) -> AsyncIterator[ServedModel]:
         """Load or wake a model if needed, and keep it in memory. Raises `ApiError`.
 
         Args:
             awake: whether to wake a sleeping model.
         """
-        self.residency.forget(model)
+        self.residency.mark_ended(model)
         if awake or model.state != "sleeping":
-            await self.residency.arrive(model)
+            await self.residency.ensure_loaded(model)
         model.users += 1
         model.cancel_timers()
         model.last_used = time.monotonic()
@@ -223,10 +225,10 @@ class ModelManager:
         finally:
             model.users -= 1
             model.last_used = time.monotonic()
-            self.residency.rest(model)
+            self.residency.schedule_idle(model)
 
     @contextlib.asynccontextmanager
-    async def see(self, name: str | None) -> AsyncIterator[ServedModel]:
+    async def peek(self, name: str | None) -> AsyncIterator[ServedModel]:
         """Provide the model of a request that computes nothing; a sleeping model is not woken.
 
         Raises:
@@ -245,7 +247,7 @@ class ModelManager:
         """Load or wake a model if needed. Raises `ApiError`."""
         model = await self.look_for(name)
         self._check_open(model)
-        await self.residency.arrive(model)
+        await self.residency.ensure_loaded(model)
         return model
 
     async def unload(self, model: ServedModel) -> None:
@@ -258,7 +260,7 @@ class ModelManager:
         if model.source.pinned:
             reason = f"{model.name} is pinned, so that it stays in memory"
             raise http_errors.invalid_request(reason, "model", "pinned")
-        await self.residency.leave(model)
+        await self.residency.unload(model)
 
     async def sleep(self, model: ServedModel, level: int) -> None:
         """Let a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
@@ -270,7 +272,7 @@ class ModelManager:
         self._check_open(model)
         if not model.open:
             raise http_errors.model_not_loaded(model.name)
-        await self.residency.leave(model, level)
+        await self.residency.unload(model, level)
         if model.error and model.state == "loaded":
             raise http_errors.invalid_request(model.error, "model")
 
@@ -293,7 +295,7 @@ class ModelManager:
         ]
         for model in before:
             if same.get(model.name) is not model:
-                self.residency.dismiss(model)
+                self.residency.remove(model)
         new = [model for model in self.models if same.get(model.name) is not model]
         self.residency.run(self._examine(new))
 

@@ -27,9 +27,9 @@ class ServedModel:
         state: whether it is loaded; "unloading" also while it falls asleep.
         users: number of requests that are using it.
         waiters: number of requests that wait for it.
-        leaving: number of requests that wait for its unloading: no other may begin to use it.
-        departures: number of times that it was unloaded or fell asleep.
-        gone: whether it was removed.
+        unload_waiters: number of requests that wait for its unloading; no other may start
+        unload_count: number of times that it was unloaded or fell asleep.
+        removed: whether it was removed.
         last_used: time of the last use, in seconds of `time.monotonic`.
         keep: seconds that it stays in memory after its last request; None: no limit.
         sleep_level: the level of a sleeping model (`LLM.sleep`).
@@ -37,7 +37,7 @@ class ServedModel:
         file_bytes: bytes of the weight files; 0: not known.
         details: sizes, format and capabilities, once it was opened.
         created: when the server began to offer it.
-        arrival: future for waiting requests: None once it is loaded, or the error.
+        load_result: future for waiting requests: None once it is loaded, or the error.
         timers: idle timers.
         llm_or_none: the loaded or sleeping model; None: unloaded.
     """
@@ -46,9 +46,9 @@ class ServedModel:
     state: LoadState = "unloaded"
     users: int = 0
     waiters: int = 0
-    leaving: int = 0
-    departures: int = 0
-    gone: bool = False
+    unload_waiters: int = 0
+    unload_count: int = 0
+    removed: bool = False
     last_used: float = 0.0
     keep: float | None = None
     sleep_level: int = 0
@@ -56,7 +56,7 @@ class ServedModel:
     file_bytes: int = 0
     details: ModelDetails | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    arrival: asyncio.Future[ApiError | None] | None = None
+    load_result: asyncio.Future[ApiError | None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     llm_or_none: LLM | ModelWorker | None = None
 
@@ -121,19 +121,19 @@ class ServedModel:
         return self.llm.session
 
     @property
-    def occupies(self) -> bool:
+    def in_memory(self) -> bool:
         """Whether it counts as a model in memory."""
         if self.state == "sleeping":
             return self.sleep_level == 1  # its weights are in the host's memory
         return self.state != "unloaded"
 
     @property
-    def may_leave(self) -> bool:
+    def can_unload(self) -> bool:
         """Whether it may be unloaded to make room."""
-        at_rest = self.state == "loaded" or (self.state == "sleeping" and self.occupies)
+        at_rest = self.state == "loaded" or (self.state == "sleeping" and self.in_memory)
         return at_rest and not self.users and not self.waiters and not self.source.pinned
 
-    def has_left(self, level: int) -> bool:
+    def is_unloaded(self, level: int) -> bool:
         """Return whether it is unloaded, or sleeps at this level."""
         asleep = self.state == "sleeping" and self.sleep_level >= level > 0
         return self.state == "unloaded" or asleep

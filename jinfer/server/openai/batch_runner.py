@@ -184,7 +184,7 @@ async def _elsewhere(
         status = message.get("status", status)
         pieces.append(message.get("body", b""))
 
-    async with service.models.hold(found.model, awake=found.awake) as model:
+    async with service.models.keep_loaded(found.model, awake=found.awake) as model:
         assert model.worker is not None, "the model has its own process"
         seconds = service.settings.send_seconds
         await forward(request, data, id, model.worker.socket, send, seconds)

@@ -87,7 +87,7 @@ async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
 
 
 async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
-    """A batch."""
+    """Return a batch."""
     return HttpResponse(shown(_batch(request)))
 
 

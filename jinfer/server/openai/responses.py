@@ -117,7 +117,7 @@ def shows_logprobs(body: ResponseRequest) -> bool:
 
 
 async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
-    """The server-sent events of a stream."""
+    """Yield the server-sent events of a stream."""
     async with contextlib.aclosing(batches):
         async for events, batch in batches:
             yield batch_bytes([sse_event(event, event["type"]) for event in events], batch)

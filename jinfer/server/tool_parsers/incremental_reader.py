@@ -32,7 +32,7 @@ class IncrementalReader:
         self._at = 0
 
     def rest(self) -> str:
-        """The unread text."""
+        """Return the unread text."""
         return self._text[self._at :]
 
     def mark(self, before: str = "") -> None:

@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """The result of parsing a piece of text.
+    """A parsed piece of text.
 
     Attributes:
         content: more of the answer.
@@ -62,7 +62,7 @@ class PlainTextParser:
     """All text is content."""
 
     def push(self, text: str) -> OutputDelta:
-        """The text as content."""
+        """Return the text as content."""
         return OutputDelta(content=text)
 
     def finish(self, cut: bool = False) -> OutputDelta:
@@ -130,7 +130,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class OutputParsing:
-    """How the answers to a request are parsed.
+    """The parsing of a request's answers.
 
     Attributes:
         parser: makes the parser of one answer.

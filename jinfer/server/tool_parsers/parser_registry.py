@@ -23,7 +23,7 @@ ReasoningState = Literal["open", "closed", "free"]
 
 @dataclass(frozen=True)
 class ReasoningFormat(ThinkingMarks):
-    """The reasoning syntax of a family of models."""
+    """The reasoning syntax of models."""
 
     def state(self, prompt: str) -> ReasoningState:
         """Return the state after a prompt, or its last tokens."""
