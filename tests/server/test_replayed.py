@@ -5,10 +5,10 @@ from typing import Any
 
 import openai
 import pytest
+from jinfer.template.chat_prompt import Conversation
 from pydantic import BaseModel
 
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.core.chat_schemas import Message
 from jinfer.server.core.prompt_builder import template_messages
 from jinfer.server.http.http_errors import ApiError

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jinfer.template.chat_prompt import Conversation
 
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.sources import SourceError
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.thinking_choice import UNLIMITED, ThinkingChoice, choose_thinking

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jinfer.api.llm import LLM
+from jinfer.loader.weights.model_size import sizes_of
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.describe import family, stored_as
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.server.http.server_settings import ModelSource
-from jinfer.weights.model_size import sizes_of
 
 
 @dataclass(frozen=True)
