@@ -1,7 +1,7 @@
 """Resolving a model: a specification or a family, and a checkpoint, become a ModelSpec.
 
-A specification describes all checkpoints of a family. The tensors of a checkpoint decide whether its
-head is tied, and whether its positions are learned or sinusoids.
+A specification describes all checkpoints of a family. The tensors of a checkpoint decide whether
+its head is tied, and whether its positions are learned or sinusoids.
 """
 
 from __future__ import annotations
