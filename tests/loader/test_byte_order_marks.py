@@ -12,8 +12,7 @@ from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.mapped_file import parse_object
 from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_files import read_toml
-from jinfer.server.auth import read_api_keys
-from jinfer.server.serve_flags import model_sources_of, parse_options
+from jinfer.server.serve_flags import model_sources_of, parse_options, read_api_keys
 from tests.test_goldens import GOLDENS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
