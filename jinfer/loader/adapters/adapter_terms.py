@@ -113,7 +113,7 @@ def _check_there(
     choices = (choice for place in places if place for choice in place.candidates())
     known = {name for choice in choices for name in choice.names}
     stacks = [name for name in known if "{e}" in name]
-    known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_most_experts(model))}
+    known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_max_experts(model))}
     there = {file.name for name, file in files.items() if name in known}
     if absent := sorted({file.name for file in files.values()} - there):
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -121,7 +121,7 @@ def _check_there(
         raise LoadError(f"{adapter.path}: {reason}: the adapter belongs to another one")
 
 
-def _most_experts(model: AbstractModel) -> int:
+def _max_experts(model: AbstractModel) -> int:
     shapes = parameter_shapes(model).values()
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
@@ -224,11 +224,11 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
     if place.parts:
         b = found.part(found.files[0], b, shapes)
         length = None if length is None else found.part(found.files[0], length, shapes)
-    wanted = shapes[found.parameter][found.stacked :]
-    if (b.shape[0], a.shape[1]) != tuple(wanted):
+    expected = shapes[found.parameter][found.stacked :]
+    if (b.shape[0], a.shape[1]) != tuple(expected):
         raise LoadError(
             f"{adapter.path}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, and "
-            f"{found.parameter} is {list(wanted)}: it belongs to another model"
+            f"{found.parameter} is {list(expected)}: it belongs to another model"
         )
     length = None if length is None else length[:, 0]
     return AdapterTerm(a, module.scaled(b), length)

@@ -143,12 +143,12 @@ def _targets(
     count, origin = stack.shapes[stack.origin.parameter][0], stack.origin
     for choice in place.candidates():
         for name in choice.names:
-            wanted = [name.replace("{e}", str(e)) for e in range(count)]
-            if "{e}" in name and all(each in files for each in wanted) and not choice.parts:
+            full = [name.replace("{e}", str(e)) for e in range(count)]
+            if "{e}" in name and all(each in files for each in full) and not choice.parts:
                 own = cache(stack.own)
                 return [
-                    (files[each], _with_one(stack, files[each], choice, own, e))
-                    for e, each in enumerate(wanted)
+                    (files[each], _with_expert(stack, files[each], choice, own, e))
+                    for e, each in enumerate(full)
                 ]
             same = replace(choice, fallback=None) == replace(origin.place, fallback=None)
             if name in files and same:
@@ -159,7 +159,7 @@ def _targets(
     )
 
 
-def _with_one(
+def _with_expert(
     stack: ExpertStack, file: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
 ) -> Callable[[], np.ndarray]:
     def values() -> np.ndarray:

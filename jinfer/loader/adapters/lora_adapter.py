@@ -148,8 +148,8 @@ def open_adapter(path: Path) -> LoraAdapter:
         return _with_digest(_open_gguf(path))
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
-        wanted = f"a folder with {CONFIG}, or a .gguf file"
-        raise CheckpointError(path, f"is no LoRA adapter: there is no {CONFIG}; give {wanted}")
+        expected = f"a folder with {CONFIG}, or a .gguf file"
+        raise CheckpointError(path, f"is no LoRA adapter: there is no {CONFIG}; give {expected}")
     for name in _FILES:
         if (folder / name).is_file():
             read = open_safetensors if name.endswith(".safetensors") else open_pickle
@@ -270,13 +270,13 @@ def _by_pattern(
 
 def _open_gguf(path: Path) -> LoraAdapter:
     checkpoint = open_gguf(path)
-    said = checkpoint.metadata
-    if (said.get("general.type"), said.get("adapter.type")) != ("adapter", "lora"):
+    metadata = checkpoint.metadata
+    if (metadata.get("general.type"), metadata.get("adapter.type")) != ("adapter", "lora"):
         reason = "is no LoRA adapter: general.type and adapter.type are not adapter and lora"
         raise CheckpointError(path, reason)
-    if "adapter.alora.invocation_tokens" in said:
+    if "adapter.alora.invocation_tokens" in metadata:
         raise CheckpointError(path, "is an activated LoRA, which is not read")
-    alpha = said.get("adapter.lora.alpha", 0.0)
+    alpha = metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
         raise CheckpointError(path, f"adapter.lora.alpha is {alpha!r:.100}, which is no factor")
     pairs = dict[str, dict[str, Tensor]]()
@@ -300,8 +300,8 @@ def _checked_stacks(path: Path, module: str, pair: Mapping[str, Tensor]) -> tupl
     a, b = pair["A"], pair["B"]
     if a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2] or 0 in a.shape:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        wanted = "[experts, rank, in] and [experts, out, rank]"
-        raise CheckpointError(path, f"{module}: lora_a and lora_b are {shapes}, not {wanted}")
+        expected = "[experts, rank, in] and [experts, out, rank]"
+        raise CheckpointError(path, f"{module}: lora_a and lora_b are {shapes}, not {expected}")
     return a, b
 
 
@@ -330,6 +330,12 @@ type Pair = Mapping[str, Tensor]
 
 def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters in `target_parameters`, except whole modules ("q_proj.weight").
+
+    These are stacks of the matrices of all experts. A module's parameters wrap each other, so the
+    file has their pairs under "experts.lora_A", "experts.base_layer.lora_A" and so on, the first
+    parameter innermost. For a stack [experts, outputs, inputs], lora_A is [experts * rank, inputs],
+    experts outermost, and lora_B [outputs, rank * experts], experts innermost (peft's
+    `ParamWrapper`).
 
     Raises:
         CheckpointError: a parameter belongs to no expert stack.

@@ -1,4 +1,4 @@
-"""Storages: the bytes beside a pickle, and tensors as strided views of them."""
+"""Storages of torch.save: bytes outside a pickle, and tensors as strided views of them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,14 @@ _PROTO = b"\x80"  # how every pickle of protocol 2 and later begins
 
 
 def read_legacy(file: MappedFile) -> tuple[Any, dict[str, Extent], int]:
-    """The object, its storages by key, and the bytes that the pickles take.
+    """Read a file of torch.save before PyTorch 1.6: five pickles, then the storages.
+
+    Source: torch/serialization.py (_legacy_save). The pickles are a magic number, the version of
+    the protocol, facts about the machine, the object, and the list of storage keys; then follow,
+    for each key, its number of elements (int64) and its bytes, always little-endian.
+
+    Returns:
+        The object, its storages by key, and the size of the pickles.
 
     Raises:
         CheckpointError: not this format, a pickle that is refused, storages that are missing or
@@ -247,10 +254,15 @@ class Archive:
 
 
 def read_archive(file: MappedFile) -> Archive:
-    """Check a zip archive and finds its parts.
+    """Check a zip archive of torch.save (since PyTorch 1.6) and find its parts.
+
+    Source: PKWARE's APPNOTE, and torch/serialization.py: a top folder with data.pkl, version,
+    byteorder, and data/<key> for each storage, stored uncompressed and aligned to 64 bytes. Every
+    entry is checked: its local header agrees with the directory, it is inside the file, and no two
+    overlap. The checksums of stored entries are not compared: that would read the whole file.
 
     Raises:
-        CheckpointError: a damaged archive, or one that torch.save did not make.
+        CheckpointError: a damaged archive, or an archive of another program.
     """
     entries = _read_entries(file)
     pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]

@@ -194,8 +194,8 @@ def same_shared_indexers(value: Any, spec: ModelSpec) -> bool:
     """
     shared = [bool(layer.reusing) for layer in layers_of(spec)]
     if isinstance(value, str | list):
-        said = [word in ("shared", "S") for word in value]
-        return said[: len(shared)] == shared
+        expected = [word in ("shared", "S") for word in value]
+        return expected[: len(shared)] == shared
     return value in (0, 1) or any(shared)
 
 
@@ -224,12 +224,14 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
         value = [word for words, times in value for word in words * min(times, len(built))]
     if not _INDEXED.isdisjoint(each for each in value if isinstance(each, str)):
         return [each in _INDEXED for each in value] == [bool(k) for k in _indexer_top_k(spec)]
-    said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
-    said = [None if isinstance(each, str) and each in _NO_ATTENTION else each for each in said]
-    if not any(said) and None not in said:
+    expected = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
+    expected = [
+        None if isinstance(each, str) and each in _NO_ATTENTION else each for each in expected
+    ]
+    if not any(expected) and None not in expected:
         return all(window in (None, 0, reach) for window in built)
     windowed = [None if window is None else window > 0 for window in built]
-    return said == [False if own else each for each, own in zip(windowed, latent, strict=True)]
+    return expected == [False if own else each for each, own in zip(windowed, latent, strict=True)]
 
 
 def _window(attention: AttentionSpec) -> int:

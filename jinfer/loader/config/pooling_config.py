@@ -43,6 +43,7 @@ def _softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
 
+# By the names of torch.nn's classes, with the default arguments of these.
 DENSE_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
@@ -231,8 +232,8 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
     _check_widths(folder, layers, hidden and hidden * max(1, len(take) if pooled else 1))
     normalize = layers[-1:] == [to_length_1]
     most, lower_case = _transformer(folder)
-    said = folder / "config_sentence_transformers.json"
-    prompts, default, similarity = _prompts(said)
+    settings_file = folder / "config_sentence_transformers.json"
+    prompts, default, similarity = _prompts(settings_file)
     late = not pooled and any(isinstance(layer, Projection) for layer in layers)
     if late:
         reason = "gives a vector of each token and none of a text: it has no pooling"
@@ -240,11 +241,11 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
             take=(),
             max_tokens=most,
             layers=tuple(layer for layer in layers if isinstance(layer, Projection)),
-            prompts=_prefixes(said) | prompts,
+            prompts=_prefixes(settings_file) | prompts,
             lower_case=lower_case,
             declared=True,
             late=True,
-            skipped=_skipped(said),
+            skipped=_skipped(settings_file),
             refusal=f"{folder / 'modules.json'}: {reason}",
         )
     return PoolingSpec(

@@ -218,7 +218,7 @@ def _write(
     key = jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=1)
-    def one_more(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
+    def append_token(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
         step = ForwardBatch.flat(rows, jnp.full(count, place), none, tables, none)
         out, cache = model.module(leaves).decode(tokens, step, cache, "logits")
         if model.never:
@@ -229,7 +229,7 @@ def _write(
     texts = np.empty((count, length), np.int32)
     texts[:, : begins.shape[1]] = begins
     for place in range(length - 1):
-        chosen, cache = one_more(leaves, cache, texts[:, place], jnp.int32(place))
+        chosen, cache = append_token(leaves, cache, texts[:, place], jnp.int32(place))
         if place + 1 >= begins.shape[1]:
             texts[:, place + 1] = chosen
         progress(count)

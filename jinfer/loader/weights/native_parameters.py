@@ -123,7 +123,7 @@ def native_origins(
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
-            f"use the spec.toml beside the weights, or {AGAIN}"
+            f"use the spec.toml in the folder of the weights, or {AGAIN}"
         )
     return model, origins
 

@@ -64,7 +64,7 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
         try:
             return native_plan(plan, _entry(plan, progress))
         except NotCached as reason:
-            _say(f"{reason}; weights are quantized without error feedback")
+            _report(f"{reason}; weights are quantized without error feedback")
             plan = replace(plan, storages=without_gptq(plan.storages))
     if not _takes_long(plan):
         return plan
@@ -73,7 +73,7 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
     except NotWanted:
         return plan
     except (NotCached, OSError) as reason:
-        _say(f"{reason}; weights are quantized at each start")
+        _report(f"{reason}; weights are quantized at each start")
         return plan
 
 
@@ -103,7 +103,7 @@ def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
     if gptq:
         _check_gptq(plan)
     how = " with error feedback" if gptq else ""
-    _say(f"weights are quantized{how}, once; they are kept in {folder}")
+    _report(f"weights are quantized{how}, once; they are kept in {folder}")
     leaves = jax.tree.leaves(plan.model.parameters)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     shown, write = progress or sys.stderr.isatty(), _write_gptq if gptq else _write
@@ -183,7 +183,7 @@ class EntryWriter:
         self._writer.finish(native_metadata(source, self._packed, same, settings))
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     line(f"jinfer: {text}")
 
 

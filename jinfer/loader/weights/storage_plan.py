@@ -380,12 +380,14 @@ _GPU_FORMATS = ("q2_b64", "q3_b64", *_FORMATS[2:])
 
 
 def candidates() -> list[QuantFormat]:
-    """The formats to choose from, in ascending order of their bits."""
+    """Return the formats to choose from under a budget, in ascending order of their bits."""
     return [parse_format(name) for name in (_GPU_FORMATS if backend() == "gpu" else _FORMATS)]
 
 
 def choose(sizes: np.ndarray, losses: np.ndarray, room: float) -> list[int]:
-    """Choose formats: start with the narrowest, then widen where a bit gains most.
+    """Choose formats under a budget: start with the narrowest, then widen where a bit gains most.
+
+    Bits are the average over all matrices, embeddings and heads, with scales and padding.
 
     Args:
         sizes, losses: in bits and in divergence, [matrices, formats]; sizes ascend.
@@ -404,8 +406,9 @@ def choose(sizes: np.ndarray, losses: np.ndarray, room: float) -> list[int]:
         chosen[best // sizes.shape[1]] = best % sizes.shape[1]
 
 
-# Seconds of a core for each byte that is read, for each weight that is quantized, and, with error
-# feedback, for each weight and token that is read: once to write it, twice to learn from it.
+# Estimated seconds of a core, which progress bars count: for each byte that is read, each weight
+# that is quantized, and with GPTQ each weight and token that is read: once to write it, twice to
+# learn.
 PER_BYTE, PER_PRODUCT, PASSES = 1e-9, 1.6e-10, 3
 PER_WEIGHT: dict[Method, float] = {"nearest": 1e-8, "search": 6e-8, "feedback": 4e-7}
 

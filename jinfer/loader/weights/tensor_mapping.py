@@ -87,10 +87,10 @@ class Origin:
             CheckpointError: the file is broken.
         """
         if not self.stacked:
-            return self._read_one(self.files[0], shapes)
+            return self._read_file(self.files[0], shapes)
         values = np.empty(shapes[self.parameter], dtype)
         for e, file in enumerate(self.files):
-            values[e] = self._read_one(file, shapes)
+            values[e] = self._read_file(file, shapes)
         return values
 
     def is_rows(self, shapes: Shapes) -> bool:
@@ -121,7 +121,7 @@ class Origin:
                 )
             self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
 
-    def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
+    def _read_file(self, file: Tensor, shapes: Shapes) -> np.ndarray:
         return self._arranged(file, file.read(), shapes)
 
     def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:

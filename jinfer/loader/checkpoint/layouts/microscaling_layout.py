@@ -1,4 +1,4 @@
-"""Floats of a few bits in small blocks: MXFP4 and NVFP4, pairs of E2M1 numbers in bytes; MXFP8.
+"""Floats of a few bits in small blocks: MXFP4 and NVFP4 (pairs of E2M1 in bytes), MXFP8; and MLX.
 
 MXFP4 (OCP Microscaling Formats 1.0) has a power of two, 2^(e - 127), for each block of 32 numbers;
 e = 255 is NaN. NVFP4 has a scale in E4M3 for each block of 16, and a scale of the tensor. The low
@@ -68,12 +68,12 @@ def _join_blocks(table: TensorTable, name: str, blocks: Tensor) -> None:
     )
     module = ModuleTensors(table, "")
     if len(shape) < 2:  # a single row
-        module.join_values("MXFP4_BLOCKS", (blocks, scales), shape, _one_row(found), leaf=name)
+        module.join_values("MXFP4_BLOCKS", (blocks, scales), shape, _as_row(found), leaf=name)
     else:
         module.join("MXFP4_BLOCKS", (blocks, scales), found, leaf=name)
 
 
-def _one_row(codes: GroupedCodes) -> Callable[[], np.ndarray]:
+def _as_row(codes: GroupedCodes) -> Callable[[], np.ndarray]:
     row = GroupedCodes(
         (1, *codes.shape),
         codes.bits,
@@ -213,7 +213,13 @@ _BITS = (2, 3, 4, 5, 6, 8)
 
 
 def read_mlx(table: TensorTable, settings: QuantSettings) -> None:
-    """Join the tensors of each quantized module to its weight.
+    """Join the tensors of each module of MLX: codes, with a scale and a bias for each group.
+
+        X.weight  U32 [*stack, o, k b / 32]   a stream of bits along inputs, the lowest first
+        X.scales, X.biases   [*stack, o, k / g]
+
+    Embeddings and heads have the same format. Bits and size of a group are the same for all
+    modules, or given for each, in the table `quantization` of config.json.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.

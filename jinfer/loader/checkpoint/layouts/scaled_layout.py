@@ -4,6 +4,10 @@
 the tensor, [o, 1] or [o] for rows, [ceil(o / B), ceil(k / C)] for blocks of B x C (arXiv
 2412.19437, section 3.3), [o, k / g] for groups (MXFP8). Weights are multiplied by them, even if the
 name ends in "inv". Scales may be powers of two (E8M0), 2^(e - 127).
+
+The scales of `X` are in `X_scale_inv` (DeepSeek, Transformers) or `X_scale` (AutoFP8, FBGEMM,
+modelopt, Quark), or in `.scale`, `.scales` or `.scale_weight` instead of `.weight`. Scales of
+activations and of the KV cache are dropped: both are computed in wider types.
 """
 
 from __future__ import annotations
@@ -307,7 +311,10 @@ def is_quanto(name: str) -> bool:
 
 
 def read_quanto(table: TensorTable) -> None:
-    """Join each matrix with its scales.
+    """Join each matrix of optimum-quanto, `X.weight._data`, with its scales, `X.weight._scale`.
+
+    Matrices of 4 and 2 bits (`X.weight._data._data`) are refused: a group is a row of theirs, and
+    the file does not have the number of groups in a row of the matrix.
 
     Raises:
         CheckpointError: scales are missing or do not fit, or a matrix has fewer than 8 bits.
