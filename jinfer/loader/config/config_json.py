@@ -43,9 +43,9 @@ def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_json(path) if path_exists(path) else {}
 
 
-def config_path(weights: Path) -> Path:
+def config_path(path: Path) -> Path:
     """Return the path of config.json for a checkpoint's folder or file."""
-    return (weights if weights.is_dir() else weights.parent) / "config.json"
+    return (path if path.is_dir() else path.parent) / "config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def generation_config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], Path]:
 
 
 def generation_defaults(
-    own: Mapping[str, Any], config: Mapping[str, Any], path: Path, spec: str
+    own: Mapping[str, Any], config: Mapping[str, Any], path: Path, spec_path: str
 ) -> dict[str, Any]:
     """Return the values of `SamplingParams` that apply where a request has none.
 
@@ -77,7 +77,7 @@ def generation_defaults(
         own: `[generation]`, which takes precedence; with `defaults = "none"` it is used alone.
         config: generation_config.json, or metadata of a GGUF file.
         path: that file, for errors.
-        spec: the specification's file, for errors.
+        spec_path: the specification, for errors.
 
     Raises:
         SourceError: the file has an invalid value.
@@ -87,7 +87,9 @@ def generation_defaults(
     choice = own.get(KEY, _CHOICES[0])
     if choice not in _CHOICES:
         allowed = ", ".join(_CHOICES)
-        raise SpecError(spec, f"generation.{KEY}", f"{choice!r} is not known; allowed: {allowed}")
+        raise SpecError(
+            spec_path, f"generation.{KEY}", f"{choice!r} is not known; allowed: {allowed}"
+        )
     return values if choice == "none" else {**_file_defaults(config, path), **values}
 
 
