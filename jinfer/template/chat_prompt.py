@@ -162,7 +162,7 @@ class Conversation:
         return messages
 
     def has_role(self, role: Any) -> bool:
-        """Whether the template names a role, or its first word if it splits roles ("document 1")."""
+        """Whether the template names a role, or its first word if it splits ("document 1")."""
         if not isinstance(role, str) or not role.strip():
             return False
         first = role.split(" ")[0]

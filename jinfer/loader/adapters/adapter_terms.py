@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _MERGE = "can only be merged into the weights: set merge = true"
-_MOST_CODE = 127  # largest int8 code, of either sign
+_MAX_CODE = 127  # largest int8 code, of either sign
 
 
 @dataclass(frozen=True)
@@ -335,9 +335,9 @@ def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
     factors = _factors(own)[..., None]
     with np.errstate(invalid="ignore"):  # so are infinite factors
         codes = np.rint(own / np.where(factors > 0, factors, 1))
-        return np.clip(codes, -_MOST_CODE, _MOST_CODE).astype(np.int8)
+        return np.clip(codes, -_MAX_CODE, _MAX_CODE).astype(np.int8)
 
 
 def _factors(matrix: Float[np.ndarray, "*rows size"]) -> Float[np.ndarray, " *rows"]:
     """Return the factor of the codes of each row, whose largest number becomes the last code."""
-    return np.abs(matrix).max(axis=-1) / np.float32(_MOST_CODE)
+    return np.abs(matrix).max(axis=-1) / np.float32(_MAX_CODE)

@@ -29,7 +29,7 @@ CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 DAMAGED = "the file is damaged: copy or train it again"
 _MAX_CONFIG = 1 << 20
-_MOST_ALPHA = 1e6
+_MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[\w-]+)?")
@@ -242,11 +242,7 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _peft_scale(path: Path, config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) of rsLoRA (arXiv 2312.03732)."""
-    if (
-        isinstance(alpha, bool)
-        or not isinstance(alpha, int | float)
-        or not abs(alpha) < _MOST_ALPHA
-    ):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _MAX_ALPHA:
         raise CheckpointError(path, f"lora_alpha is {alpha!r:.100}, which is no factor")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -277,7 +273,7 @@ def _open_gguf(path: Path) -> LoraAdapter:
     if "adapter.alora.invocation_tokens" in metadata:
         raise CheckpointError(path, "is an activated LoRA, which is not read")
     alpha = metadata.get("adapter.lora.alpha", 0.0)
-    if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
+    if not isinstance(alpha, int | float) or not abs(alpha) < _MAX_ALPHA:
         raise CheckpointError(path, f"adapter.lora.alpha is {alpha!r:.100}, which is no factor")
     pairs = dict[str, dict[str, Tensor]]()
     for name, tensor in checkpoint.tensors.items():

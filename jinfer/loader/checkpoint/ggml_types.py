@@ -115,8 +115,8 @@ def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         float32 [shape], a new array, bit for bit what ggml's own decoder gives.
 
     Raises:
-        ValueError: the type is unknown or cannot be decoded, or `raw` does not have the size of
-        `shape`.
+        ValueError: the type is unknown or cannot be decoded, or `raw` does not have the size
+            of `shape`.
     """
     block = BLOCKS.get(type_name) or next(
         (b for b in _newer_blocks().values() if b.name == type_name), None

@@ -5,9 +5,9 @@ copied, so that time and memory are bounded by the pickle's length, and that by
 `MAX_PICKLE_BYTES`.
 
 Source: the opcode descriptions in CPython's Lib/pickletools.py, protocols 0 to 5. The list of
-opcodes
-is closed: the opcodes that a binary protocol of torch.save writes. Protocol 0's text, which cannot
-contain storages, extension codes, instances, sets and out-of-band buffers are refused by name.
+opcodes is closed: the opcodes that a binary protocol of torch.save writes. Protocol 0's text, which
+cannot contain storages, extension codes, instances, sets and out-of-band buffers are refused by
+name.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ _TRANSFORMER_FILES = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _DENSE = re.compile(r"dense_(\d{1,3})\.weight")
-_MOST_TOKENS = 10**9  # tokenizers without a limit say a number of thirty digits
+_MAX_TOKENS = 10**9  # tokenizers without a limit say a number of thirty digits
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
         take = own.take
     _check_widths(folder, layers, hidden and hidden * max(1, len(take) if pooled else 1))
     normalize = layers[-1:] == [to_length_1]
-    most, lower_case = _transformer(folder)
+    longest, lower_case = _transformer(folder)
     settings_file = folder / "config_sentence_transformers.json"
     prompts, default, similarity = _prompts(settings_file)
     late = not pooled and any(isinstance(layer, Projection) for layer in layers)
@@ -239,7 +239,7 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
         reason = "gives a vector of each token and none of a text: it has no pooling"
         return PoolingSpec(
             take=(),
-            max_tokens=most,
+            max_tokens=longest,
             layers=tuple(layer for layer in layers if isinstance(layer, Projection)),
             prompts=_prefixes(settings_file) | prompts,
             lower_case=lower_case,
@@ -251,7 +251,7 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
     return PoolingSpec(
         take=take,
         normalize=normalize,
-        max_tokens=most,
+        max_tokens=longest,
         layers=tuple(layers[:-1] if normalize else layers),
         prompts=prompts,
         default_prompt=default,
@@ -264,7 +264,7 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
 
 
 def _transformer(folder: Path) -> tuple[int | None, bool]:
-    """The most tokens of a text, and whether it is read in lower case.
+    """Return the maximum number of tokens of a text, and whether it is converted to lower case.
 
     Newer files leave the former to the tokenizer's own.
     """
@@ -273,8 +273,8 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
     tokenizer = folder / "tokenizer_config.json"
     known = read_json(tokenizer).get("model_max_length") if path_exists(tokenizer) else None
     limits = (settings.get("max_seq_length"), known)
-    most = (n for n in limits if type(n) is int and 1 < n < _MOST_TOKENS)
-    return next(most, None), settings.get("do_lower_case") is True
+    valid = (n for n in limits if type(n) is int and 1 < n < _MAX_TOKENS)
+    return next(valid, None), settings.get("do_lower_case") is True
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None, Similarity]:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _BLOCKS = (128, 64, 32)
 _SMALL = 16  # of NVFP4
-_MOST_LOST = 0.125  # steps
-_MOST_VALUE = 127  # of a codebook
+_MAX_LOST = 0.125  # steps
+_MAX_VALUE = 127  # of a codebook
 _any_value = np.errstate(all="ignore")  # NaN and infinity are values like others
 
 
@@ -75,7 +75,7 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
         return None
     for format in choices.pop():
         lost = max(_lost(each, format) for each in codes)
-        if lost <= (0 if exact else _MOST_LOST):
+        if lost <= (0 if exact else _MAX_LOST):
             return GroupedFormat(format, lost, any(each.order is not None for each in codes))
     return None
 
@@ -233,12 +233,12 @@ def _codebook(values: tuple[float, ...]) -> _Codebook | None:
         return None
     largest, step = np.abs(exact).max(), np.diff(distinct).min()
     # Small factors first: the integers may be exact, as for E2M1.
-    factors = [1.0, 2.0, *(np.arange(0.5 * _MOST_VALUE, _MOST_VALUE, 0.05) / largest)]
+    factors = [1.0, 2.0, *(np.arange(0.5 * _MAX_VALUE, _MAX_VALUE, 0.05) / largest)]
     found = None
     for factor in factors:
         whole = np.rint(exact * factor)
         lost = float(np.abs(exact * factor - whole).max() / (step * factor))
-        if np.abs(whole).max() <= _MOST_VALUE and (found is None or lost < found.lost):
+        if np.abs(whole).max() <= _MAX_VALUE and (found is None or lost < found.lost):
             found = _Codebook(tuple(map(int, whole)), float(factor), float(step * factor), lost)
     return found
 
@@ -297,7 +297,7 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
     if bases is not None:
         lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
     steps = np.where(lost == 0, 0, lost / (np.abs(scales) * unit)) + own
-    wrong = ~(steps <= _MOST_LOST)
+    wrong = ~(steps <= _MAX_LOST)
     if wrong.any() and format.codebook is not None:
         # Groups of zeros may have any scale.
         lookup = np.array(codes.values, np.float32)

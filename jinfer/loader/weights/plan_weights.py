@@ -30,8 +30,8 @@ TOKENS = 1 << 13  # tokens that the model reads
 LENGTH = 256  # tokens of a generated text
 AT_ONCE = 32  # texts that are generated together
 
-MOST_SECONDS = 300.0  # limit of "auto"
-_MOST_LEVELS = 64  # above, a search loses next to nothing
+MAX_SECONDS = 300.0  # limit of "auto"
+_MAX_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
 _CORES = 16  # more do not help
 
@@ -59,7 +59,7 @@ def with_gptq(
     def gets_gptq(name: str, storage: Storage) -> bool:
         if storage.as_in_file or roles[name] == "table" or uses[same[name]] > 1:
             return False
-        if method == "auto" and storage.format.levels > _MOST_LEVELS:
+        if method == "auto" and storage.format.levels > _MAX_LEVELS:
             return False
         return roles[name] == "head" or name.startswith(stacks)
 
@@ -118,7 +118,7 @@ def obstacle(
         has = f"{free / 2**30:.1f} are free"
         return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
     seconds = _seconds(model, names, tokens)
-    if spec.quantization.method == "auto" and seconds > MOST_SECONDS:
+    if spec.quantization.method == "auto" and seconds > MAX_SECONDS:
         which = 'quantization.method = "feedback" asks for it, "search" for none'
         return f"error feedback would take some {seconds / 60:.0f} minutes, once ({which})"
     return None
