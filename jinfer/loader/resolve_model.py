@@ -47,7 +47,7 @@ def resolve_model(
     """
     looked_up, path = set[str](), str(files.path)
     facts = _facts(files, looked_up)
-    families = _families(files, facts)
+    families = _families(files)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
     if files.multimodal is not None:
         base = {**base, "tensors": files.multimodal.tensors}
@@ -73,11 +73,11 @@ def family_of(files: ModelFiles) -> str:
     return str(find_family(_facts(files, set()), files.architectures, files.path))
 
 
-def _families(files: ModelFiles, facts: CheckpointFacts) -> list[Mapping[str, Any]]:
+def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
     """Return the specification's tables, the most general first, or the matching family's."""
-    if not files.describes_model:  # the family that matches comes with jinfer
-        family = str(find_family(facts, files.architectures, files.path))
-        return [*with_families({**files.own, "family": family}, files.path)]
+    if not files.describes_model:
+        # The family comes with jinfer. Keys that only choose it do not count as read.
+        return [*with_families({**files.own, "family": family_of(files)}, files.path)]
     tables = with_families(dict(files.own), files.path)
     for table in tables if files.enclosed else ():
         check_enclosed(files.path, "family", table.get("family"))
