@@ -213,7 +213,7 @@ def test_a_whole_conversation(client: openai.OpenAI, smol: Running) -> None:
         temperature=0,
         max_tokens=20,
     )
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     messages = [
         {"role": "system", "content": "You answer briefly."},
         {"role": "user", "content": "My name is Ada."},
@@ -229,7 +229,7 @@ def test_a_whole_conversation(client: openai.OpenAI, smol: Running) -> None:
 def test_prompt_log_probabilities(smol: Running) -> None:
     body = {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
     answer = httpx.post(f"{smol.url}/v1/chat/completions", json=body, timeout=60).json()
-    ids = smol.hosted().llm.encode_chat([{"role": "user", "content": "Hello"}])
+    ids = smol.model().llm.encode_chat([{"role": "user", "content": "Hello"}])
     assert answer["prompt_token_ids"] == ids
     assert len(answer["prompt_logprobs"]) == len(ids)
     assert all(

@@ -99,7 +99,7 @@ def test_a_thousand_streams_that_are_left_while_they_decode() -> None:
     with serving([SMOL]) as server:
         asyncio.run(leave_all(server))
         assert server.holds_nothing()
-        engine: Any = server.hosted().llm.session.engine
+        engine: Any = server.model().llm.session.engine
         assert not engine.scheduler.running
         assert len(engine.scheduler._free) == engine.scheduler.slots
         assert not server.service.answers

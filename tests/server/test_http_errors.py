@@ -263,7 +263,7 @@ def test_bodies_that_are_compressed(smol: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_rules_that_leave_nothing(smol: Running, stream: bool) -> None:
     """A grammar's only way on is banned; of a stream that has begun, it is the last event."""
-    (yes,) = smol.hosted().llm.session.tokenizer.encode("yes")
+    (yes,) = smol.model().llm.session.tokenizer.encode("yes")
     body = {**HELLO, "choice": ["yes"], "banned_token_ids": [yes], "stream": stream}
     with smol.client() as http:
         answer = http.post(CHAT, json=body)

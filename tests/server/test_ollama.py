@@ -198,7 +198,7 @@ def test_a_prompt(client: ollama.Client, http: httpx.Client, running: Running) -
     first = client.generate("hermes", STORY, system="Be brief.", options=GREEDY)
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     assert first.response == openai_text(http, messages=messages, temperature=0, max_tokens=8)
-    session = running.hosted("hermes").session
+    session = running.model("hermes").session
     assert list(first.context or ())[:-8] == session.encode_chat(messages)
     # The answer's tokens stand between the two prompts.
     second = client.generate("hermes", "And you?", context=first.context, options=GREEDY)
@@ -223,7 +223,7 @@ def test_a_model_without_a_template(
 ) -> None:
     """A prompt is what the model reads; there is no place for what a template would say."""
     raw = client.generate("hermes", "Once upon a", raw=True, options=GREEDY)
-    session = running.hosted("hermes").session
+    session = running.model("hermes").session
     bare = replace(session.opened.conversation, jinja=None)
     monkeypatch.setattr(session, "opened", replace(session.opened, conversation=bare))
     plain = client.generate("hermes", "Once upon a", options=GREEDY)
@@ -286,7 +286,7 @@ def test_the_models_of_ollama(
     family = shown.modelinfo["general.architecture"]
     assert shown.modelinfo[f"{family}.context_length"] == 512
     lines = dict(one.split(" ", 1) for one in (shown.parameters or "").splitlines())
-    defaults = running.hosted("thinker").session.opened.defaults
+    defaults = running.model("thinker").session.opened.defaults
     assert float(lines["temperature"]) == defaults.get("temperature", 0.8)
     for path in ("tags", "ps", "version"):
         answer = http.get(f"/api/{path}").json()

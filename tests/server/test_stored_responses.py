@@ -41,7 +41,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, smol: Running) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     # As at OpenAI, instructions are those of their own request alone.
-    assert second.usage.input_tokens == len(smol.hosted().llm.encode_chat(messages))
+    assert second.usage.input_tokens == len(smol.model().llm.encode_chat(messages))
     assert second.previous_response_id == first.id
     items = client.responses.input_items.list(second.id, order="asc").data
     assert [one.role for one in items] == ["user", "assistant", "user"]  # type: ignore[union-attr]

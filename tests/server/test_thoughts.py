@@ -79,7 +79,7 @@ def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
         assert free.reasoning_content.startswith(message.reasoning_content)
         assert message.content
         assert len(tokens) == 20
-    end = running.hosted("always").session.tokenizer.encode("</think>", special=False)
+    end = running.model("always").session.tokenizer.encode("</think>", special=False)
     assert tokens[4 : 4 + len(end)] == end
     chunks = list(create(client, **given, extra_body=asked[0], stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]

@@ -144,7 +144,7 @@ def test_a_call_or_json(smol: Running) -> None:
     from jinfer.server.core.tool_calls import output_parsing
 
     body = ChatRequest.model_validate({"messages": ASKED, "tools": [tool(properties={})]})
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     ids = llm.encode_chat(ASKED)
     opened = llm.session.opened
     template = opened.conversation.for_tools()

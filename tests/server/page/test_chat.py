@@ -78,7 +78,7 @@ def test_conversations(page: Any) -> None:
 def test_stopping_ends_the_request(page: Any, smol: Running) -> None:
     set_values(page, {"ignore_eos": "true"})
     label = 'jinfer:request_success_total{finished_reason="abort",model_name="smol"} '
-    running = smol.hosted().llm.stats
+    running = smol.model().llm.stats
 
     def ended() -> float:
         text = httpx.get(f"{smol.url}/metrics").text
