@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.opening.local_weights import check
-from jinfer.opening.sources import SourceError
+from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.sources import check_places
 from jinfer.server.app import build_app
 from jinfer.server.core.service import Service
 from jinfer.server.http import request_log
@@ -65,7 +65,7 @@ def serve(flags: Mapping[str, Any]) -> int:
 
     _check_tls(flags)
     for source in sources:  # fails before the first model is loaded
-        check(source.path, source.overrides)
+        check_places(source.path, source.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(

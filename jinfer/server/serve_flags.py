@@ -13,9 +13,9 @@ from typing import Any
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
+from jinfer.loader.config.config_json import SourceError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 

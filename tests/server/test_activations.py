@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer import Edit, Steer
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.engine.test_activation_requests import VECTOR, write_control_vector
 from tests.engine.tiny import PROMPTS

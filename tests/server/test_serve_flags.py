@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
 from jinfer.engine.requests import RequestError
-from jinfer.opening.pooling_config import PoolingSpec, Vectors, cut
+from jinfer.loader.config.pooling_config import PoolingSpec, Vectors, cut
 from jinfer.server.core.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.core.service import RequestContext, Service
 from jinfer.server.http.http_errors import (

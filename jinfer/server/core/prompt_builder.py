@@ -12,7 +12,6 @@ import orjson
 from jinfer.api.generation_requests import with_fim_ends
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.core.chat_schemas import ChatTemplateFields, Message, Tool, ToolCall
 from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.core.thinking_choice import ThinkingChoice, choose_thinking
@@ -35,6 +34,7 @@ from jinfer.server.tool_parsers.template_shape import (
     tools_in_system,
 )
 from jinfer.template import TemplateError
+from jinfer.template.chat_prompt import CONTINUE, Conversation
 from jinfer.tokenizer import Tokenizer, TokenizerError
 from jinfer.tokenizer.fill_in_middle import infill_prompt
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
-from jinfer.opening.open_model import Opened
+from jinfer.loader.open_model import Opened
 from jinfer.sampling.param_ranges import MAX_INDEX
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.core.chat_schemas import ChatTemplateFields
 from jinfer.server.http.http_errors import invalid_request
+from jinfer.template.chat_prompt import Conversation
 from jinfer.template.thinking_marks import thinking_switches
 
 UNLIMITED = -1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured import compile_constraint, relaxed, supported
 from jinfer.sampling.structured.schema_relaxation import Relaxed
@@ -25,6 +24,7 @@ from jinfer.server.tool_parsers.parser_registry import (
     special_token_ids,
     tool_call_format,
 )
+from jinfer.template.chat_prompt import Conversation
 from jinfer.tokenizer import Tokenizer
 
 _MAX_TRIALS = 32  # schemas of one request that are compiled to find what cannot be enforced

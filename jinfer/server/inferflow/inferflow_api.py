@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
@@ -30,6 +29,7 @@ from jinfer.server.http.http_responses import (
     dumps,
 )
 from jinfer.server.models.served_model import ServedModel
+from jinfer.template.chat_prompt import Conversation
 
 
 class InferflowRequest(SamplingFields):

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jinfer.api.llm import LLM
+from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.weights.model_size import sizes_of
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.describe import family, stored_as
-from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.server.http.server_settings import ModelSource
-from jinfer.weights.model_size import sizes_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def opened_details(source: ModelSource) -> tuple[Opened, ModelDetails]:
     opened = open_model(source.path, source.overrides)
     model = build_abstract_model(opened.spec, np.dtype(opened.dtype))
     size = sum(tensor.nbytes for tensor in opened.checkpoint.tensors.values())
-    return opened, _details(opened, model, family(opened), stored_as(opened), size)
+    return opened, _details(opened, model, opened.family, opened.stored_as, size)
 
 
 def _details(

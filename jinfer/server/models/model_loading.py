@@ -8,8 +8,8 @@ import logging
 from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.opening.open_keywords import override_tables
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_keywords import override_tables
+from jinfer.loader.open_model import open_files
 from jinfer.ops.platforms import start
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings

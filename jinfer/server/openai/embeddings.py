@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jinfer.opening.pooling_config import Pooling, Vectors
+from jinfer.loader.config.pooling_config import Pooling, Vectors
 from jinfer.server.core.embedder import (
     EmbeddingUsage,
     coded_vector,

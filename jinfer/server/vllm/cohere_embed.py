@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from jinfer.api import text_embeddings
-from jinfer.opening.pooling_config import Vectors
+from jinfer.loader.config.pooling_config import Vectors
 from jinfer.server.core.embedder import Embedder, coded_vector, embedder_of, truncate_vectors
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,

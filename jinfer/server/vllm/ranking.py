@@ -14,9 +14,9 @@ from pydantic import Field, RootModel
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify, tokenize_pair
 from jinfer.api.session import Session
+from jinfer.loader.config.classification_config import ClassificationConfig
+from jinfer.loader.config.pooling_config import Similarity
 from jinfer.modelspec.classification_table import Activation
-from jinfer.opening.classification_config import ClassificationConfig
-from jinfer.opening.pooling_config import Similarity
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,

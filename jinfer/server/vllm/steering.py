@@ -10,6 +10,7 @@ from pydantic import Field, RootModel
 from jinfer.api.activation_checks import check_steering
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
+from jinfer.loader.adapters.control_vectors import read_control_vector
 from jinfer.sampling.activation_edits import Steer
 from jinfer.server.core.request_activations import OFF, read_array
 from jinfer.server.core.sampling_fields import Numbers
@@ -18,7 +19,6 @@ from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_reque
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
-from jinfer.weights.control_vectors import read_control_vector
 
 
 async def list_steering(request: RequestContext[Any]) -> HttpResponse:
