@@ -305,7 +305,7 @@ def test_errors_of_ollama(client: ollama.Client, http: httpx.Client, running: Ru
         (lambda: client.push("hermes"), "its command line"),
         (lambda: client.chat("hermes", HELLO, options={"top_p": 2}), "options.top_p: top_p"),
         (lambda: client.chat("hermes", HELLO, options={"nothing": 2}), "options.nothing: unknown"),
-        (lambda: client.generate("hermes", "a", suffix="b"), "suffix: .*not filled in"),
+        (lambda: client.generate("hermes", "a", suffix="b"), "suffix: use /infill"),
         (lambda: client.generate("hermes", "a", template="b"), "template: .*its own"),
         (lambda: client.generate("hermes", "a", images=[b"b"]), "images: .*not read images"),
         (lambda: client.generate("hermes", "a", raw=True, system="b"), "system: a raw prompt"),

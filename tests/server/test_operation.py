@@ -158,7 +158,7 @@ def test_http_of_before_there_were_chunks(tiny: Running, stream: bool) -> None:
 def test_too_many_prompts(tiny: Running) -> None:
     error = post(tiny, {**LONG, "prompt": [[5]] * 5}).json()["error"]
     assert error["param"] == "prompt"
-    assert "at most 4" in error["message"]
+    assert "a request may have 4" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -217,7 +217,7 @@ def test_a_body_that_does_not_come(tiny: Running) -> None:
         client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         answer = b"".join(iter(lambda: client.recv(10_000), b""))  # it comes in two parts
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"did not come" in answer
+    assert b"did not arrive" in answer
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         client.shutdown(socket.SHUT_WR)  # half of a connection

@@ -390,7 +390,7 @@ def test_functions_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(SourceError, match=says):
             named_functions([text])
-    with pytest.raises(SourceError, match="there are two"):
+    with pytest.raises(SourceError, match="occurs twice"):
         named_functions(["x=own_processors:same"] * 2)
 
 

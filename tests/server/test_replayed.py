@@ -204,7 +204,7 @@ def test_a_role_of_a_template() -> None:
     told = {"role": "developer", "content": "Be brief."}
     assert messages("{% if m.role == 'developer' %}{% endif %}", told) == [told]
     assert messages("", told) == [told | {"role": "system"}]
-    with pytest.raises(ApiError, match="'control' is none of system, developer, user"):
+    with pytest.raises(ApiError, match="'control' is not among system, developer, user"):
         messages("{{ messages }}", given)
 
 

@@ -148,7 +148,7 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert serve.main([LLAMA, "--port", str(port)]) == 2
-    assert f"error: cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
+    assert f"error: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def listens(path: Path) -> bool:
@@ -243,7 +243,7 @@ def test_several_addresses() -> None:
         names = [one.getsockname() for one in listeners]
         assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
         assert names[0][1] == names[1][1] != 0
-    with pytest.raises(SourceError, match=r"cannot listen at 300\.1\.1\.1:"):
+    with pytest.raises(SourceError, match=r"cannot listen on 300\.1\.1\.1:"):
         run_server._listeners({**flags, "host": "127.0.0.1,300.1.1.1", "port": 0}).__enter__()
 
 

@@ -115,7 +115,7 @@ def test_cancelling(client: openai.OpenAI) -> None:
     last: Any = list(client.responses.retrieve(answer.id, stream=True))[-1]
     assert last.type == "response.cancelled"
     whole = asked(client, "Hello", max_output_tokens=2)
-    with pytest.raises(openai.BadRequestError, match="in the background"):
+    with pytest.raises(openai.BadRequestError, match="background response"):
         client.responses.cancel(whole.id)
     running = asked(client, "Hello", background=True, **long)
     client.responses.delete(running.id)
