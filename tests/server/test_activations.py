@@ -189,7 +189,7 @@ def test_bytes_are_bounded(running: Running) -> None:
         object.__setattr__(service, "settings", SETTINGS)
 
 
-def test_off_unless_asked_for(running: Running) -> None:
+def test_inspection_is_off_by_default(running: Running) -> None:
     service = running.service
     object.__setattr__(service, "settings", replace(SETTINGS, allow_inspection=False))
     try:

@@ -1,4 +1,4 @@
-"""Completions of texts: OpenAI's form, vLLM's fields, and what lm-eval asks for."""
+"""Text completions: OpenAI's format, vLLM's fields, and requests of lm-eval."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def test_a_text(client: openai.OpenAI, smol: Running) -> None:
     assert answer.usage.completion_tokens == 8
 
 
-def test_sixteen_tokens_if_nothing_is_said(smol: Running) -> None:
+def test_sixteen_tokens_by_default(smol: Running) -> None:
     assert asked(smol, prompt=TEXT, ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
@@ -282,8 +282,8 @@ def test_a_stream_is_one_event_for_each_token(smol: Running) -> None:
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/completion"])
-def test_no_token_is_shown_where_none_is_wanted(smol: Running, route: str) -> None:
-    """The engine chooses one all the same; neither its text, id nor time is told, whole or not."""
+def test_max_tokens_zero_shows_no_token(smol: Running, route: str) -> None:
+    """The engine samples a token, whose text, id and time are never shown."""
     body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 0, "return_token_ids": True}
     if "chat" in route:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]

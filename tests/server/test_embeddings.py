@@ -1,4 +1,4 @@
-"""Embeddings, ranking and masks, of an encoder beside a model that generates."""
+"""Embeddings, ranking and masks, of an encoder next to a model that generates."""
 
 import base64
 import json
@@ -140,7 +140,7 @@ def test_rerank(encoder: Running) -> None:
 
 
 def test_prompts(encoder: Running) -> None:
-    """The default one, and one that is named; their tokens are read and do not count."""
+    """The default prompt and a named prompt; their tokens are computed and not counted."""
     llm = encoder.model("bert").llm
     for name, text, begin in ((None, "d e", 2), ("query", "a b e", 3), ("passage", "c e", 2)):
         named: dict[str, Any] = {} if name is None else {"prompt_name": name}
@@ -156,7 +156,7 @@ def test_prompts(encoder: Running) -> None:
 
 
 def test_rerank_with_the_prompts_of_queries_and_documents(encoder: Running) -> None:
-    """Scores are as the checkpoint compares vectors, and the answer says how."""
+    """Scores use the checkpoint's similarity, which the answer names."""
     llm = encoder.model("bert").llm
     query = llm.embed("e", prompt_name="query")[0]
     documents = llm.embed(["f g", "h"], prompt_name="passage")

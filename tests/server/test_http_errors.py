@@ -1,4 +1,4 @@
-"""What cannot be answered is said in OpenAI's form, never with a 500."""
+"""Invalid requests are answered in OpenAI's format, never with a 500."""
 
 import gzip
 import json
@@ -340,7 +340,7 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
 def test_what_would_take_long_to_refuse(
     smol: Running, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    """A list of errors, one for each of many wrong values, would never be done."""
+    """A list with an error for each of many wrong values would take too long."""
     assert refused(smol, path, body, status)["param"] == param
 
 

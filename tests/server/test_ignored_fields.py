@@ -1,4 +1,4 @@
-"""What a request asks that changes nothing is said in a header and in the log, or refused."""
+"""Fields without effect are reported in a header and in the log, or rejected."""
 
 import json
 import logging
@@ -140,7 +140,7 @@ def test_verbose(smol: Running) -> None:
         assert json.loads(pieces.text.split("\n")[0][6:])["prompt_text"] == native["prompt"]
 
 
-def test_what_is_told_is_bounded(smol: Running) -> None:
+def test_ignored_names_are_bounded(smol: Running) -> None:
     """Names that a client chose are no way to write headers."""
     names = {f"a\r\nset-cookie: {i} é{'x' * 300}": 1 for i in range(100)}
     with smol.client() as http:

@@ -53,8 +53,8 @@ def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) 
     assert len(prompts) == 1 or set(greedy) == {True, False}
 
 
-def test_parts_of_characters_are_told_apart(smol: Running) -> None:
-    """Tokens that are bytes of one look alike as texts, and the likeliest would be lost."""
+def test_parts_of_characters_differ(smol: Running) -> None:
+    """Tokens that are bytes of a character look alike as texts, and the likeliest would be lost."""
     ids = smol.model().llm.encode("\u6f22\U0001f600\u5b57\U0001f431")
     body = {"prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 20}
     (choice,) = answered(smol, {"path": "/v1/completions", "body": body})

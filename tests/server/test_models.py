@@ -1,4 +1,4 @@
-"""Models that come and go, over every interface: a folder with small models, and damaged ones."""
+"""Loading and unloading over every interface: a folder with small models, and damaged models."""
 
 import json
 import os
@@ -208,8 +208,8 @@ def test_a_stream_that_waits_for_its_model(
             assert error["code"] == "load_failed"
 
 
-def test_no_room_beside_models_in_use(running: Running, http: httpx.Client) -> None:
-    """A model that streams is not unloaded; another one has a 503 after some time."""
+def test_no_room_while_models_are_in_use(running: Running, http: httpx.Client) -> None:
+    """A streaming model is not unloaded; a request for another model gets a 503 after some time."""
     release = threading.Event()
     threads = []
     for name in ("one", "two"):

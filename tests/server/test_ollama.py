@@ -1,4 +1,4 @@
-"""Ollama's API, as its own package asks for it, answered by the demonstration model."""
+"""Ollama's API, through its own package, with the demonstration model."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ KEY = "secret"
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """A model that knows calls, and one whose template has a place for thoughts."""
+    """A model with tool calls, and a model whose template has thoughts."""
     sources = [
         ModelSource(
             name,
@@ -58,7 +58,7 @@ def http(running: Running) -> Iterator[httpx.Client]:
 
 
 def openai_text(http: httpx.Client, **body: Any) -> str:
-    """What the same model says to a chat completion."""
+    """Return the same model's answer to a chat completion."""
     answer = http.post("/v1/chat/completions", json={"model": "hermes", **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
@@ -150,7 +150,7 @@ def test_a_format(client: ollama.Client) -> None:
 
 
 def turn(city: str) -> list[dict[str, Any]]:
-    """A question, a call, what the tool said, and the answer."""
+    """A question, a call, the tool's result, and the answer."""
     function = {"name": "weather", "arguments": {"city": city}}
     return [
         {"role": "user", "content": f"What is the weather like in {city}?"},

@@ -100,7 +100,7 @@ def test_browsers(tiny: Running) -> None:
 
 
 def test_a_bounded_queue(tiny: Running) -> None:
-    """Two run, three wait, the others are told to come again."""
+    """Two requests run, three wait, the others get a 429."""
     with ThreadPoolExecutor(12) as pool:
         with standing(tiny):
             answers = [pool.submit(post, tiny, {**LONG, "max_tokens": 8}) for _ in range(12)]
@@ -198,7 +198,7 @@ def standing(running: Running) -> Iterator[None]:
 
 
 def submitted(running: Running, count: int) -> bool:
-    """Whether so many requests wait for an engine that stands: each says two things to it."""
+    """Return whether `count` requests wait for a stopped engine: each sends it two messages."""
     return running.model().llm.session.thread._loop.inbox.qsize() >= 2 * count
 
 

@@ -201,7 +201,7 @@ def test_what_is_refused(smol: Running, path: str, body: dict[str, Any], param: 
 
 
 def test_tokens_of_a_chat(smol: Running) -> None:
-    """As many as the answer's usage says."""
+    """The count equals the answer's usage."""
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     with smol.client() as http:
         usage = http.post("/v1/chat/completions", json=body).json()["usage"]

@@ -1,4 +1,4 @@
-"""A message that a client got, from whatever server, may be sent back as it is."""
+"""Replayed messages: an answer of any server may be sent back unchanged."""
 
 import json
 from typing import Any
@@ -133,7 +133,7 @@ def test_a_tool_that_gave_nothing(smol: Running) -> None:
     )
 
 
-def test_what_other_services_put_beside_an_answer(smol: Running) -> None:
+def test_extra_fields_of_replayed_answers(smol: Running) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     tool = {"type": "function", "function": {"name": "f"}}
     said = {

@@ -1,4 +1,4 @@
-"""Responses, as openai-python asks for them."""
+"""Responses, through openai-python."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Streams that outlive their client and are read again, as llama.cpp's page asks for them."""
+"""Resumable streams: they outlive their client, as llama.cpp's page needs."""
 
 import asyncio
 import time
@@ -90,7 +90,7 @@ def test_stopping(running: Running, http: httpx.Client) -> None:
 
 
 def test_one_conversation_has_one_stream() -> None:
-    """The next one ends it, and its readers are told; so does the server's end."""
+    """The next stream, or the server's end, ends it with an error for its readers."""
 
     async def pieces() -> AsyncGenerator[bytes]:
         yield b"data: 1\n\n"

@@ -88,7 +88,7 @@ def test_in_the_background(client: openai.OpenAI, smol: Running) -> None:
 
 
 def test_a_stream_that_goes_on(client: openai.OpenAI) -> None:
-    """Its client goes after some events, and asks for the others."""
+    """The client disconnects after some events, and reads the others later."""
     seen = []
     with asked(client, "Hello", background=True, stream=True) as stream:
         for event in stream:

@@ -1,4 +1,4 @@
-"""Thoughts, as openai-python asks for them, alone and before calls."""
+"""Thoughts, through openai-python, alone and before calls."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +62,7 @@ def test_thoughts(client: openai.OpenAI) -> None:
 
 
 def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
-    """However a budget is asked for, the thought ends there, and the answer goes on."""
+    """Every field for a budget ends the thought there, and the answer continues."""
     given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
     free = create(client, **given).choices[0].message
     assert free.content == ""
