@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.http.client_shares import Shares, client_address, connection_limit
-from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.client_shares import FairAccept, Shares, client_address, connection_limit
 
 
 @dataclass(eq=False)
