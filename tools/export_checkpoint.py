@@ -17,12 +17,12 @@ import numpy as np
 
 from jinfer.checkpoint import CheckpointError, Tensor
 from jinfer.checkpoint.gguf import raw_metadata
-from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.quantization_table import AUTO, PLAIN, QuantizationSpec, Role
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.config_json import config_path, read_json_value
 from jinfer.opening.model_files import ModelFiles
 from jinfer.quant import QuantFormat, QuantizedTensor
+from jinfer.sandbox.safe_files import path_exists
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.safetensors_writer import Writer
 from jinfer.weights.storage_plan import Storage

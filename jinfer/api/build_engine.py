@@ -24,7 +24,6 @@ from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.adapted_rows import is_adapter
@@ -33,6 +32,7 @@ from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sandbox.disk_cache import DiskCache
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan

@@ -28,8 +28,8 @@ from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
-from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.startup.imports import gc_paused
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -2,11 +2,11 @@
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
-from jinfer.guard.process_limits import ProcessLimitError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sandbox.process_limits import ProcessLimitError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError
 from jinfer.weights.tensor_mapping import LoadError

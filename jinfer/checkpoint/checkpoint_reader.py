@@ -11,7 +11,7 @@ import numpy as np
 
 from jinfer.checkpoint.grouped_codes import GroupedCodes
 from jinfer.checkpoint.scaled_values import ScaledValues
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 

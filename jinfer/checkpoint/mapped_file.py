@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import CheckpointError
-from jinfer.guard.download_check import HEAD, MAX_ANSWER, failed_download
+from jinfer.sandbox.download_check import HEAD, MAX_ANSWER, failed_download
 
 MAX_DIMS = 64  # NumPy's own limit
 MAX_BYTES = 2**63 - 1

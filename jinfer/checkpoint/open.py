@@ -17,7 +17,7 @@ from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
 from jinfer.checkpoint.wrappers import unwrapped
-from jinfer.guard.safe_files import dangling_link
+from jinfer.sandbox.safe_files import dangling_link
 
 Reader = Callable[[Path], Checkpoint]
 

@@ -35,7 +35,7 @@ from jinfer.checkpoint.native_checkpoint import (
     parse_native,
 )
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.safe_files import read_regular_file
+from jinfer.sandbox.safe_files import read_regular_file
 
 if TYPE_CHECKING:
     import jax

@@ -10,7 +10,7 @@ from typing import Any
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.safe_files import dangling_link
+from jinfer.sandbox.safe_files import dangling_link
 
 _MAX_NAME = 255  # bytes, as file systems have it
 

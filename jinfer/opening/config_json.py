@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
 from jinfer.opening.source_errors import SourceError
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 
 MAX_CONFIG_BYTES = 64 << 20
 

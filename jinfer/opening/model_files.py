@@ -8,13 +8,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
 from jinfer.modelspec.toml_tables import check_text
 from jinfer.opening.multimodal import Multimodal
 from jinfer.opening.sources import locate
+from jinfer.sandbox.safe_files import path_exists
 
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
 _PLACES = ("weights", "tokenizer")

@@ -8,8 +8,8 @@ from typing import Any
 
 from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
-from jinfer.guard.safe_files import path_exists
 from jinfer.opening.config_json import config_path, read_json
+from jinfer.sandbox.safe_files import path_exists
 
 # Keys of config.json; "quantization" is MLX's, which may have its table twice.
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")

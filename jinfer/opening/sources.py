@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from jinfer.guard.safe_files import dangling_link
 from jinfer.opening.hub import fetched, snapshot
 from jinfer.opening.source_errors import SourceError as SourceError
+from jinfer.sandbox.safe_files import dangling_link
 
 _MOST_NAMES = 1000  # of a folder, that a name which is not there is compared with
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 from jinfer.template.template_errors import TemplateError
 
 _MAX_SOURCE = 1_000_000  # characters

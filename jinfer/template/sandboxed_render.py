@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.template.render import compile_source, render
 from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import MAX_SIZE

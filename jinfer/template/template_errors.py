@@ -1,6 +1,6 @@
 """Template errors."""
 
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 
 
 class TemplateError(ValueError):

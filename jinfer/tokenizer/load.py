@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import path_exists
+from jinfer.sandbox.safe_files import path_exists
 from jinfer.tokenizer.gguf_tokenizer import from_gguf
 from jinfer.tokenizer.huggingface_tokenizer import (
     load_tokenizer_json,

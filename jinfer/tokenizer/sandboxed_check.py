@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.tokenizer.tokenizer_base import TokenizerError
 
 _MEMORY = 512 << 20  # bytes, plus this for each byte of the files:

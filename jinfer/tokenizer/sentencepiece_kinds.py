@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from jinfer.guard.safe_files import path_exists
+from jinfer.sandbox.safe_files import path_exists
 from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer

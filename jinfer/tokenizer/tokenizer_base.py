@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from jinfer.guard import sanitize
+from jinfer.sandbox import sanitize
 from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.fim_tokens import FimTokens, find_fim_tokens

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # upper bound of token ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.token_text import visible
+from jinfer.html.token_text import visible
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import Table, View
 

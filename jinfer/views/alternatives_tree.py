@@ -8,8 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.token_spans import probability, token_spans
-from jinfer.markup.token_text import clipped, flowing, visible
+from jinfer.html.token_spans import probability, token_spans
+from jinfer.html.token_text import clipped, flowing, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import named, text_height, token_names
 from jinfer.views.traced_values import check_llm

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.png_image import data_uri, matrix_png
-from jinfer.markup.token_text import visible
+from jinfer.html.png_image import data_uri, matrix_png
+from jinfer.html.token_text import visible
 from jinfer.views.view import Drawn
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinfer.engine.output.data_frames import data_frame
-from jinfer.markup.html_page import fragment, page, picture
+from jinfer.html.html_page import fragment, page, picture
 from jinfer.sampling.request_errors import RequestError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.open import open_pickle
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.strict_json import parse_object
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
-from jinfer.guard.sandboxed_process import SandboxError
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
+from jinfer.sandbox.sandboxed_process import SandboxError
 from jinfer.weights.peft_patterns import first_matches
 from jinfer.weights.target_parameters import has_inputs_first, name_parameters, read_targets
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.mapped_file import release
-from jinfer.guard.sanitize import sanitized
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
+from jinfer.sandbox.sanitize import sanitized
 from jinfer.weights.row_reader import same_values
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from jinfer.engine.runner import compiled_programs, program_cache
 from jinfer.engine.runner.aot_serialization import dumped, loaded
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.guard.disk_cache import DiskCache
+from jinfer.sandbox.disk_cache import DiskCache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]

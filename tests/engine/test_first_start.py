@@ -12,7 +12,7 @@ from jinfer.api.build_engine import load as read
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import compiled_programs
 from jinfer.engine.runner.program_cache import compiled_apart
-from jinfer.guard.disk_cache import DiskCache
+from jinfer.sandbox.disk_cache import DiskCache
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
 

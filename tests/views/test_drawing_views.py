@@ -12,7 +12,7 @@ import pytest
 
 from jinfer import RequestError
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.html_page import page
+from jinfer.html.html_page import page
 from jinfer.views.activation_outliers import largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives
 from jinfer.views.attention_maps import head_scores

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jinfer.guard.sandboxed_process import SandboxError
+from jinfer.sandbox.sandboxed_process import SandboxError
 from jinfer.weights.peft_patterns import first_matches
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.12.mlp.up_proj", "lm_head"]

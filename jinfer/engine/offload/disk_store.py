@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from jinfer.guard.disk_cache import CHECKSUM_BYTES, DiskCache
+from jinfer.sandbox.disk_cache import CHECKSUM_BYTES, DiskCache
 
 FOLDER = "jinfer-prefix-cache"  # in the folder that is given: what else is there is not ours
 _ROOM = 0.9  # share of the limit that is left when older contents are removed

@@ -7,9 +7,9 @@ from html import escape
 from typing import Protocol
 
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.html_page import fragment
-from jinfer.markup.token_spans import token_spans
-from jinfer.markup.token_text import flowing
+from jinfer.html.html_page import fragment
+from jinfer.html.token_spans import token_spans
+from jinfer.html.token_text import flowing
 
 _MOST = 20_000  # characters, or tokens, shown of an answer
 _HINT = "the likeliest at a token: point at it, or go to it with Tab and arrows"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.markup.token_text import visible
+from jinfer.html.token_text import visible
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16
 _CHARACTERS = 12  # columns of a token's text

@@ -27,7 +27,6 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.thread_pools import start_threads, submit
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
@@ -39,6 +38,7 @@ from jinfer.ops.thread_limit import cores
 from jinfer.progress import task
 from jinfer.sampling.sampling_metadata import mask_words
 from jinfer.sampling.step_extras import has_function
+from jinfer.sandbox.disk_cache import DiskCache
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_table import StepFunction

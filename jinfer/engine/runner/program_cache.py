@@ -20,17 +20,17 @@ from pathlib import Path
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.ops.custom_calls import library_key
 from jinfer.ops.thread_limit import cores
 from jinfer.progress import line
-from jinfer.runtime.known_jaxlib import is_known
-from jinfer.runtime.source_files import content_of, files_below
+from jinfer.sandbox.disk_cache import DiskCache
+from jinfer.startup.source_files import content_of, files_below
 
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
-_TRACED = ("cpu", "engine", "nn", "ops", "quant", "runtime", "sampling", "modelspec")
+_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "modelspec")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
 _used: list[str] = []  # folders that were set here as JAX's, rather than by the user
 _log = logging.getLogger("jinfer")

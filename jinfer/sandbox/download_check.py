@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
 
 HEAD = 512  # bytes that are enough to detect one
 MAX_ANSWER = 4096  # bytes of an error message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.guard.safe_files import FileRefusedError, path_exists, read_regular_file
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
 
 
 def test_reads_up_to_a_size(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Without it a view shows the same, and browsers say an element's `title`.
 
 from __future__ import annotations
 
-from jinfer.markup.png_image import GAMMA
+from jinfer.html.png_image import GAMMA
 
 # Elements with `data-keys` (columns, or 0 for a text) have items with titles, of which one is in
 # the order of tabs and arrows move on. Elements with `data-heat` are pictures of matrices.

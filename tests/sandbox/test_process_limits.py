@@ -12,8 +12,8 @@ import pytest
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import exit_status
 from jinfer.engine.runner import compiled_programs
-from jinfer.guard import process_limits
 from jinfer.progress import task
+from jinfer.sandbox import process_limits
 from tests.server.running import GOLDENS, ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")

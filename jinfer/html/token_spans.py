@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Protocol
 
-from jinfer.markup.token_text import flowing, visible
+from jinfer.html.token_text import flowing, visible
 
 _SAID = 40  # columns of a token among alternatives
 

@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from jinfer.markup.png_image import matrix_png
-from jinfer.markup.token_text import byte_text, clipped, columns_of, flowing, visible
+from jinfer.html.png_image import matrix_png
+from jinfer.html.token_text import byte_text, clipped, columns_of, flowing, visible
 
 
 @pytest.mark.parametrize(

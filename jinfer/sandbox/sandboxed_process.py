@@ -35,7 +35,7 @@ for end in range(1, len(parts) if parts[0] == "jinfer" else 2):
     package = types.ModuleType(".".join(names))
     package.__path__ = ["/".join([folder, *names[1:]])]
     sys.modules[package.__name__] = package
-from jinfer.guard.child_main import serve
+from jinfer.sandbox.child_main import serve
 serve(module, *map(int, sys.argv[2:]))
 """
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from html import escape
 
-from jinfer.markup.live_script import LIVE
-from jinfer.markup.theme import STYLE
+from jinfer.html.live_script import LIVE
+from jinfer.html.theme import STYLE
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jinfer.engine.runner.aot_serialization import dumped, reader
-from jinfer.runtime.known_jaxlib import KNOWN, is_known
+from jinfer.engine.runner.known_jaxlib import KNOWN, is_known
 
 
 def test_calls() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.guard.download_check import failed_download, read_downloaded
-from jinfer.guard.safe_files import FileRefusedError
+from jinfer.sandbox.download_check import failed_download, read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError
 from jinfer.tokenizer import TokenizerError, load_tokenizer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.runtime.interrupts import interrupts_deferred, interrupts_raised
+from jinfer.startup.imports import interrupts_deferred, interrupts_raised
 
 
 class Watched:

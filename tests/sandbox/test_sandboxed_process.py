@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[SandboxedProcess]:
-    child = SandboxedProcess("tests.guard.answers", memory=256 << 20, answer_bytes=1000)
+    child = SandboxedProcess("tests.sandbox.answers", memory=256 << 20, answer_bytes=1000)
     yield child
     child.close()
 
@@ -69,8 +69,8 @@ def test_threads_get_their_own_answers(child: SandboxedProcess) -> None:
 
 def test_it_ends_with_the_process_that_asked() -> None:
     program = (
-        "from jinfer.guard.sandboxed_process import SandboxedProcess\n"
-        "child = SandboxedProcess('tests.guard.answers', memory=256 << 20, answer_bytes=1000)\n"
+        "from jinfer.sandbox.sandboxed_process import SandboxedProcess\n"
+        "child = SandboxedProcess('tests.sandbox.answers', memory=256 << 20, answer_bytes=1000)\n"
         "child.ask(1, 5)\n"
         "print(child._process.pid)\n"
         "import os\n"

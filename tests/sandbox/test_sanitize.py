@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 STRANGE = "one\ntwo\x1b[2J\u202e" + "x" * 100_000

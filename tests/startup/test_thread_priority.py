@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jinfer.runtime import thread_priority
-from jinfer.runtime.thread_priority import at_usual_priority, lower_priority
+from jinfer.startup import thread_priority
+from jinfer.startup.thread_priority import at_usual_priority, lower_priority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities")
 

@@ -1,4 +1,4 @@
-"""Source files of a folder, listed and read quickly: each start hashes them for keys of caches."""
+"""Source files: list and read a folder quickly, since each start hashes it for cache keys."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def files_below(folder: Path, *endings: str) -> list[str]:
-    """Paths of a folder's files, at any depth, whose names end so; sorted by their parts.
+    """List a folder's files with these endings, at any depth, sorted by path components.
 
-    As `Path.rglob`, in a fifth of the time.
+    Takes a fifth of the time of `Path.rglob`.
     """
     found = list[str]()
     for where, folders, names in os.walk(folder):
@@ -19,6 +19,6 @@ def files_below(folder: Path, *endings: str) -> list[str]:
 
 
 def content_of(path: str | Path) -> bytes:
-    """The content of a file, read without a buffer."""
+    """Read a file without a buffer."""
     with open(path, "rb", buffering=0) as file:
         return file.readall()

@@ -1,7 +1,7 @@
-"""Thread priority: work that leaves the processors to threads that compute answers.
+"""Thread priority: background work yields the processors to threads that compute answers.
 
-Only a privileged process may raise a priority again, and threads have that of the thread that
-starts them. So threads that stay are started by one that was there before.
+Only a privileged process may raise a priority again, and a thread inherits the priority of the
+thread that starts it. So a helper thread of normal priority starts the permanent threads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _starter: ThreadPoolExecutor | None = None
 
 
 def lower_priority() -> None:
-    """Lowers the priority of the calling thread, for good, and of threads that it will start.
+    """Lower the priority of the calling thread permanently, and of threads that it will start.
 
-    Only Linux has priorities of threads; elsewhere nothing happens.
+    Only Linux has thread priorities; elsewhere nothing happens.
     """
     global _starter
     if sys.platform != "linux":
@@ -28,10 +28,10 @@ def lower_priority() -> None:
     with _lock:
         if _starter is None:
             _starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
-            _starter.submit(int).result()  # its thread is there
+            _starter.submit(int).result()  # starts the thread now
     os.nice(_NICE)
 
 
 def at_usual_priority[T](work: Callable[[], T]) -> T:
-    """Does some work, such as to start a thread, with the priority that the process began with."""
+    """Run a function, such as one that starts a thread, at the process's original priority."""
     return work() if _starter is None else _starter.submit(work).result()
