@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"html", "progress", "startup"},
+    {"disk_cache", "html", "progress", "startup"},
     KERNELS,
     {"sandbox", "matmul_precision", "version"},
     {"modelspec", "checkpoint", "tokenizer"},

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jinfer.api.offloading import start_offload
+from jinfer.disk_cache import DiskCache
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
@@ -32,7 +33,6 @@ from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.sandbox.disk_cache import DiskCache
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan

@@ -27,10 +27,10 @@ from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
+    from jinfer.disk_cache import DiskCache
     from jinfer.nn.activation_shapes import ActivationShape
     from jinfer.nn.adapted_rows import AdapterSlots
     from jinfer.nn.transformer import Model
-    from jinfer.sandbox.disk_cache import DiskCache
 
 # Results per token; of an encoder "pooled" and "classes" per text.
 Want = Literal["logits", "hidden", "pooled", "classes"]

@@ -1,12 +1,16 @@
-"""Cache of quantized weights: what takes long to quantize is written once, and mapped from then on.
+"""Cache of quantized weights: slow quantization runs once; later starts map the result from disk.
 
-An entry is a native checkpoint, so that whoever reads weights sees only checkpoints.
+An entry is a folder with a native checkpoint, so loading it is loading any other checkpoint. Its
+name is a digest of everything that its numbers depend on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,11 +19,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
+from jinfer.disk_cache import (
+    CacheOffError,
+    FolderCache,
+    NoCacheError,
+    cache_folder,
+    private_folder,
+)
 from jinfer.progress import line
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.weights import cache_folder
-from jinfer.weights.cache_folder import NotCached, NotWanted
 from jinfer.weights.choose_method import TOKENS, gptq_names, obstacle, without_gptq
 from jinfer.weights.native_parameters import packing, part_names, weight_settings
 from jinfer.weights.plan_weights import WeightPlan, native_plan
@@ -31,6 +41,10 @@ from jinfer.weights.tensor_mapping import parameter_shapes
 _SEARCH_VERSION, _GPTQ_VERSION = "search 1", 2
 _LEAST_WEIGHTS = 1 << 26  # quantized weights that are worth an entry: some seconds of two cores
 _SHARD_BYTES = 1 << 30  # of a file, which memory holds until it is written
+_LIMIT = 64 << 30  # bytes of all entries
+_SPARE = 1 << 30  # bytes that an entry leaves free on the disk
+_SAMPLE = 1 << 12  # bytes of each megabyte in an entry's digest: hashing all would slow each start
+_SHARD = re.compile(r"(.*)-\d+-of-\d+(\.\w+)")
 
 
 def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
@@ -42,16 +56,16 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
     if gptq_names(plan.storages):
         try:
             return native_plan(plan, _entry(plan, progress))
-        except NotCached as reason:
+        except NoCacheError as reason:
             _say(f"{reason}; weights are quantized without error feedback")
             plan = replace(plan, storages=without_gptq(plan.storages))
     if not _takes_long(plan):
         return plan
     try:
         return native_plan(plan, _entry(plan, progress))
-    except NotWanted:
+    except CacheOffError:
         return plan
-    except (NotCached, OSError) as reason:
+    except (NoCacheError, OSError) as reason:
         _say(f"{reason}; weights are quantized at each start")
         return plan
 
@@ -73,27 +87,56 @@ def _takes_long(plan: WeightPlan) -> bool:
 
 
 def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
-    """The native checkpoint of a plan. Raises `NotCached` where there can be none."""
-    folder, gptq = cache_folder.folder(), bool(gptq_names(plan.storages))
+    """Find or write the native checkpoint of a plan.
+
+    Raises:
+        NoCacheError: there can be none.
+    """
+    cache = FolderCache(private_folder(cache_folder("weights")), _LIMIT, _SAMPLE)
+    gptq = bool(gptq_names(plan.storages))
     key = entry_key(plan, _GPTQ_VERSION if gptq else _SEARCH_VERSION)
-    entry = cache_folder.find(folder, key)
-    if entry is not None:
-        return entry
+    if (found := _opened(cache, key)) is not None:
+        return found
     if gptq:
         _check_gptq(plan)
-    how = " with error feedback" if gptq else ""
-    _say(f"weights are quantized{how}, once; they are kept in {folder}")
-    leaves = jax.tree.leaves(plan.model.parameters)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    shown, write = progress or sys.stderr.isatty(), _write_gptq if gptq else _write
-    return cache_folder.make(folder, key, size, lambda new: write(plan, new, shown))
+    with cache.lock(key, _waiting):
+        if (found := _opened(cache, key)) is not None:
+            return found
+        how = " with error feedback" if gptq else ""
+        _say(f"weights are quantized{how}, once; they are kept in {cache.folder}")
+        leaves = jax.tree.leaves(plan.model.parameters)
+        cache.make_room(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), _SPARE)
+        with cache.new(key) as folder:
+            (_write_gptq if gptq else _write)(plan, folder, progress or sys.stderr.isatty())
+    if (found := _opened(cache, key)) is None:
+        raise NoCacheError(f"{cache.folder / key} cannot be read back")
+    return found
+
+
+def _opened(cache: FolderCache, key: str) -> NativeCheckpoint | None:
+    """Open an entry; one that is no native checkpoint is removed."""
+    if (folder := cache.find(key)) is None:
+        return None
+    try:
+        found = open_checkpoint(folder)
+    except CheckpointError:
+        found = None
+    if isinstance(found, NativeCheckpoint):
+        return found
+    cache.drop(key)
+    return None
+
+
+def _waiting() -> AbstractContextManager[None]:
+    _say("another process quantizes the same weights; waiting for it")
+    return nullcontext()
 
 
 def entry_key(plan: WeightPlan, version: int | str) -> str:
-    """The name of a plan's entry.
+    """Name a plan's entry.
 
     Args:
-        version: of the code that finds the numbers.
+        version: of the quantizer.
     """
     spec = plan.spec
     types = [str(parameter.dtype) for parameter in plan.plain.parameters]
@@ -103,9 +146,34 @@ def entry_key(plan: WeightPlan, version: int | str) -> str:
     ]
     built = (sorted(spec.dims.items()), spec.shared, spec.stacks, spec.tensors)
     budget = spec.quantization.budget
-    return cache_folder.key_of(
+    return key_of(
         plan.checkpoint, version, built, types, formats, *([] if budget is None else [budget])
     )
+
+
+def key_of(checkpoint: Checkpoint, *depends: Any) -> str:
+    """Name an entry by a digest of its checkpoint's files (path, size, time) and other values.
+
+    Args:
+        depends: everything else that its numbers depend on; each has a complete `repr`.
+    """
+    files: list[Any] = []
+    for path in _files(checkpoint.path):
+        status = path.stat()
+        files.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
+    files += checkpoint.merged
+    return hashlib.sha256(repr((files, depends)).encode()).hexdigest()[:40]
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that a checkpoint may have been read from."""
+    if path.is_dir():
+        return sorted(each for each in path.iterdir() if each.is_file())
+    if path.name.endswith(".index.json"):
+        return _files(path.parent)
+    if shard := _SHARD.fullmatch(path.name):
+        return sorted(path.parent.glob(f"{shard[1]}-*-of-*{shard[2]}"))
+    return [path]
 
 
 def _write(plan: WeightPlan, folder: Path, progress: bool) -> None:
@@ -130,11 +198,11 @@ def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
 
 
 def _check_gptq(plan: WeightPlan) -> None:
-    """Raises `NotCached` where GPTQ cannot be."""
+    """Raises `NoCacheError` where GPTQ cannot be."""
     free = sys.maxsize if plan.free_memory is None else plan.free_memory()
     reason = obstacle(plan.plain, plan.spec, plan.storages, TOKENS, free)
     if reason is not None:
-        raise NotCached(reason)
+        raise NoCacheError(reason)
 
 
 class EntryWriter:

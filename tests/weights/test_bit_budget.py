@@ -16,7 +16,7 @@ from jinfer.opening.open_model import open_model
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
 from jinfer.quant.gptq import DAMPING
-from jinfer.weights import cache_folder
+from jinfer.weights import quantized_cache
 from jinfer.weights.bit_budget import with_budget
 from jinfer.weights.choose_method import with_gptq
 from jinfer.weights.divergence_cost import divergence_costs
@@ -122,7 +122,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Entries of the cache are for one number of bits."""
     convert(str(MODEL), tmp_path / "out", keys("5 bits"), tokens=512)
     assert 4.7 < bits_per_weight(LLM(tmp_path / "out")) <= 5
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "kept")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "kept")
     monkeypatch.setattr("jinfer.weights.choose_method.TOKENS", 256)
     for bits in (6, 4.5, 4.5):
         assert bits - 0.3 < bits_per_weight(LLM(MODEL, **keys(f"{bits} bits"))) <= bits

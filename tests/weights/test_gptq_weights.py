@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.disk_cache import CacheOffError
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.ops.matmul.half_precision import reads_16_bit_weights
 from jinfer.weights import (
-    cache_folder,
     calibration_texts,
     choose_method,
     layerwise_gptq,
@@ -38,7 +38,7 @@ ONCE = "jinfer: weights are quantized with error feedback, once; they are kept i
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, and few tokens to read."""
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "weights")
     monkeypatch.setattr(
         calibration_texts.generated_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
     )
@@ -145,13 +145,13 @@ def test_nobody_waits_long_unasked(
 
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse() -> Path:
-        raise cache_folder.NotCached("JINFER_CACHE is off")
+    def refuse(name: str) -> Path:
+        raise CacheOffError("JINFER_CACHE=off")
 
-    monkeypatch.setattr(cache_folder, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "cache_folder", refuse)
     check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
-        "jinfer: JINFER_CACHE is off; weights are quantized without error feedback\n"
+        "jinfer: JINFER_CACHE=off; weights are quantized without error feedback\n"
     )
 
 

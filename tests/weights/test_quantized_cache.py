@@ -1,6 +1,7 @@
 """Many weights that are quantized as they are read are kept, and mapped at the next start."""
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.checkpoint import open_checkpoint
+from jinfer.disk_cache import CacheOffError, NoCacheError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.weights import cache_folder, choose_method, load_time, quantized_cache
+from jinfer.weights import choose_method, load_time, quantized_cache
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.quantized_cache import key_of
 from tests.checkpoint.converting import check_equal, leaves
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -26,7 +30,7 @@ ONCE = "jinfer: weights are quantized, once; they are kept in "
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, for small models too."""
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "weights")
     monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1)
     return tmp_path / "weights"
 
@@ -109,9 +113,9 @@ def test_one_of_several_processes_keeps_nothing(
 @pytest.mark.parametrize(
     ("refusal", "line"),
     [
-        (cache_folder.NotWanted("JINFER_CACHE is off"), ""),
+        (CacheOffError("JINFER_CACHE=off"), ""),
         (
-            cache_folder.NotCached("/x cannot be written to"),
+            NoCacheError("/x cannot be written to"),
             "jinfer: /x cannot be written to; weights are quantized at each start\n",
         ),
     ],
@@ -123,10 +127,10 @@ def test_no_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse() -> Path:
+    def refuse(name: str) -> Path:
         raise refusal
 
-    monkeypatch.setattr(cache_folder, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "cache_folder", refuse)
     check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
     assert capsys.readouterr().err == line
 
@@ -177,3 +181,23 @@ def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
     for name, values in zip(model.names, load(plan), strict=True):
         for ours, wanted in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
             np.testing.assert_array_equal(ours, wanted)
+
+
+def test_key_depends_on_the_files_and_settings(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes((GOLDENS / "gguf_llama2" / "model.gguf").read_bytes())
+    first = key_of(open_checkpoint(path), "a")
+    assert first == key_of(open_checkpoint(path), "a") != key_of(open_checkpoint(path), "b")
+    (tmp_path / "other.gguf").write_bytes(b"another file")
+    assert key_of(open_checkpoint(path), "a") == first
+    os.utime(path, (0, 0))
+    assert key_of(open_checkpoint(path), "a") != first
+
+
+def test_key_depends_on_files_next_to_an_index(tmp_path: Path) -> None:
+    for path in MODEL.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    first = key_of(open_checkpoint(tmp_path))
+    (weights,) = tmp_path.glob("*.safetensors")
+    os.utime(weights, (0, 0))
+    assert key_of(open_checkpoint(tmp_path)) != first

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jinfer.disk_cache import DiskCache
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner.aot_serialization import dumped, loaded, reader
 from jinfer.engine.runner.mmap_limit import check_maps
@@ -38,7 +39,6 @@ from jinfer.ops.thread_limit import cores
 from jinfer.progress import task
 from jinfer.sampling.sampling_metadata import mask_words
 from jinfer.sampling.step_extras import has_function
-from jinfer.sandbox.disk_cache import DiskCache
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_table import StepFunction

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.sandbox.disk_cache import DiskCache
+from jinfer.disk_cache import DiskCache
 
 CONTENT = bytes(range(256)) * 4
 
