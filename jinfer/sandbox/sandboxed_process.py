@@ -1,8 +1,8 @@
 """Sandboxed process: a child process with memory and time limits that answers questions.
 
-For what cannot be bounded from inside: a library in C or Rust, a regular expression, one step of an
-interpreter. The process runs a function of jinfer on JSON and returns JSON, so its output can be
-wrong but not dangerous. Beyond its limits it is killed, and the next question starts another.
+It bounds what no check in this process can: a library in C or Rust, a regular expression, one step
+of an interpreter. The process runs a function of jinfer on JSON and returns JSON, so its output can
+be wrong but not dangerous. Beyond its limits it is killed, and the next question starts another.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -47,8 +48,7 @@ class SandboxError(Exception):
 class SandboxedProcess:
     """Calls a function of a module in a process of its own.
 
-    The first question starts the process, which is then reused; questions of several threads are
-    serialized.
+    The first question starts the process. Threads take turns to use it.
     """
 
     def __init__(self, module: str, *, memory: int, answer_bytes: int) -> None:
@@ -58,16 +58,16 @@ class SandboxedProcess:
             memory: bytes of address space.
             answer_bytes: maximum size of an answer.
         """
-        self._module, self._memory, self._most = module, memory, answer_bytes
+        self._module, self._memory, self._max_bytes = module, memory, answer_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Any] | None = None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Answers a question.
+        """Answer a question.
 
         Args:
-            seconds: CPU time limit.
+            seconds: limit of processor time.
 
         Raises:
             SandboxError: there was no answer within the limits.
@@ -75,7 +75,7 @@ class SandboxedProcess:
         message = json.dumps([seconds, question]).encode()
         with self._lock:
             try:
-                return self._asked(message)
+                return self._answer(message)
             except BaseException:
                 # A late answer must not be taken for the next one's, and a child that ran out of
                 # memory frees it only when it exits.
@@ -83,11 +83,11 @@ class SandboxedProcess:
                 raise
 
     def close(self) -> None:
-        """Ends the process; the next question starts another."""
+        """End the process; the next question starts another."""
         with self._lock:
             self._stop()
 
-    def _asked(self, message: bytes) -> Any:
+    def _answer(self, message: bytes) -> Any:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -99,12 +99,12 @@ class SandboxedProcess:
         except OSError:
             raise self._died() from None
         size = int.from_bytes(self._read(8, deadline), "little")
-        if size > self._most:
-            raise SandboxError(f"gives more than {self._most} bytes")
-        said: Mapping[str, Any] = json.loads(self._read(size, deadline))
-        if "error" in said:
-            raise SandboxError(str(said["error"])[:300])
-        return said["value"]
+        if size > self._max_bytes:
+            raise SandboxError(f"gives more than {self._max_bytes} bytes")
+        answer: Mapping[str, Any] = json.loads(self._read(size, deadline))
+        if "error" in answer:
+            raise SandboxError(str(answer["error"])[:300])
+        return answer["value"]
 
     def _read(self, count: int, deadline: float) -> bytes:
         assert self._process is not None
@@ -124,7 +124,7 @@ class SandboxedProcess:
     def _died(self) -> SandboxError:
         assert self._process is not None
         code = self._process.wait()
-        if code == -24:  # killed by SIGXCPU
+        if code == -signal.SIGPROF:
             return SandboxError("takes too long")
         return SandboxError("needs too much memory or makes a library fail")
 
