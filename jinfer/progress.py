@@ -71,10 +71,10 @@ def task(
         level: level of its log records.
         measure: returns the steps done, called when they are shown; None: `Task.update` counts.
     """
-    one = Task(what, total, unit, measure)
+    current = Task(what, total, unit, measure)
     visible = watched() if shown is None else shown
     ended = threading.Event()
-    thread = threading.Thread(target=_report, args=(one, visible, level, ended), daemon=True)
+    thread = threading.Thread(target=_report, args=(current, visible, level, ended), daemon=True)
     started = visible or _log.isEnabledFor(level)
     try:
         if started:
@@ -82,7 +82,7 @@ def task(
     except RuntimeError:  # no more threads: nothing is shown
         started = False
     try:
-        yield one
+        yield current
     finally:
         ended.set()
         if started:
@@ -99,10 +99,10 @@ def track[T](
 ) -> Iterator[T]:
     """Iterate over items with progress, one step per item."""
     count = len(items) if total is None and isinstance(items, Sized) else total
-    with task(what, count, unit=unit, shown=shown) as one:
+    with task(what, count, unit=unit, shown=shown) as current:
         for item in items:
             yield item
-            one.update()
+            current.update()
 
 
 def show(on: bool | None) -> None:
@@ -161,55 +161,55 @@ def take_warnings() -> None:
     logging.lastResort = cast("Any", _ProgressHandler(logging.WARNING))
 
 
-def _report(one: Task, visible: bool, level: int, ended: threading.Event) -> None:
+def _report(task: Task, visible: bool, level: int, ended: threading.Event) -> None:
     """Draw and log a task until it has ended; runs in a thread of its own."""
     logged, wait = False, _SHOW_SECONDS
     while not ended.wait(wait):
         wait = _UPDATE_SECONDS[_where() or "notebook"]
-        if not logged and time.monotonic() - one.begun > _LOG_SECONDS:
+        if not logged and time.monotonic() - task.begun > _LOG_SECONDS:
             logged = True
-            _log.log(level, "%s", one.what)
+            _log.log(level, "%s", task.what)
         with _lock:
             if visible and not _line_open:
-                _draw(one)
+                _draw(task)
     with _lock:
-        if (bar := _bars.pop(id(one), None)) is not None:
+        if (bar := _bars.pop(id(task), None)) is not None:
             bar.close()
     if logged:
-        seconds = round(time.monotonic() - one.begun, 1)
-        _log.log(level, "%s: done", one.what, extra={"seconds": seconds})
+        seconds = round(time.monotonic() - task.begun, 1)
+        _log.log(level, "%s: done", task.what, extra={"seconds": seconds})
 
 
-def _draw(one: Task) -> None:
-    if (bar := _bars.get(id(one))) is None:
-        bar = _bars[id(one)] = _new_bar(one)
-    bar.total, bar.n, bar.bar_format = one.total, one.done, _format(one)
-    bar.set_description_str(one.what, refresh=False)
+def _draw(task: Task) -> None:
+    if (bar := _bars.get(id(task))) is None:
+        bar = _bars[id(task)] = _new_bar(task)
+    bar.total, bar.n, bar.bar_format = task.total, task.done, _format(task)
+    bar.set_description_str(task.what, refresh=False)
     bar.refresh()
 
 
-def _format(one: Task) -> str | None:
-    if not one.total:
+def _format(task: Task) -> str | None:
+    if not task.total:
         return "{desc} {elapsed}"
-    return "{desc} {percentage:.0f}%|{bar}| {elapsed}<{remaining}" if one.unit == "%" else None
+    return "{desc} {percentage:.0f}%|{bar}| {elapsed}<{remaining}" if task.unit == "%" else None
 
 
-def _new_bar(one: Task) -> Any:
+def _new_bar(task: Task) -> Any:
     import warnings
 
     with warnings.catch_warnings(action="ignore"):  # about missing widgets
         from tqdm.auto import tqdm
 
     bar: Any = tqdm(
-        desc=one.what,
-        total=one.total,
-        unit=one.unit if one.unit == "B" else f" {one.unit}",
-        unit_scale=one.unit == "B",
-        bar_format=_format(one),
+        desc=task.what,
+        total=task.total,
+        unit=task.unit if task.unit == "B" else f" {task.unit}",
+        unit_scale=task.unit == "B",
+        bar_format=_format(task),
         leave=False,
         dynamic_ncols=True,
     )
-    bar.start_t -= time.monotonic() - one.begun
+    bar.start_t -= time.monotonic() - task.begun
     return bar
 
 

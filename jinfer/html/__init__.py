@@ -1,1 +1,1 @@
-"""Markup: the stylesheet, script and elements that all views in HTML and SVG share."""
+"""HTML and SVG: pages, tables, drawings and token texts that views and reports share."""

@@ -1,14 +1,14 @@
-"""Script of views: what is under the pointer or the focus is said in a line, arrow keys move.
+"""Script of views: a line describes the item under the pointer; arrow keys move the focus.
 
-Without it a view shows the same, and browsers say an element's `title`.
+Without it a view looks the same, and browsers show an element's `title`.
 """
 
 from __future__ import annotations
 
 from jinfer.html.png_image import GAMMA
 
-# Elements with `data-keys` (columns, or 0 for a text) have items with titles, of which one is in
-# the order of tabs and arrows move on. Elements with `data-heat` are pictures of matrices.
+# Elements with `data-keys` (number of columns, or 0 for a text) have items with titles: Tab reaches
+# one item, arrows move on. Elements with `data-heat` are images of matrices.
 LIVE = """
 for (const view of document.querySelectorAll('.jv:not([data-live])')) {
   view.dataset.live = '';
@@ -45,7 +45,7 @@ for (const view of document.querySelectorAll('.jv:not([data-live])')) {
     let at = [0, 0], source = '';
     const show = () => {
       const picture = getComputedStyle(heat).backgroundImage;
-      const said = () => {
+      const describe = () => {
         const alpha = draw.getImageData(at[1], at[0], 1, 1).data[3] / 255;
         const value = (scale * alpha ** (1 / GAMMA)).toFixed(3);
         say(heat, `${rows[at[0]]}\\n${columns[at[1]]}\\n${value} ${unit}`);
@@ -53,12 +53,12 @@ for (const view of document.querySelectorAll('.jv:not([data-live])')) {
       const wide = heat.clientWidth / columns.length, high = heat.clientHeight / rows.length;
       Object.assign(cross.style, { display: 'block', left: `${at[1] * wide}px`,
         top: `${at[0] * high}px`, width: `${wide}px`, height: `${high}px` });
-      if (picture === source) return said();
+      if (picture === source) return describe();
       const image = new Image();
       image.onload = () => {
         [canvas.width, canvas.height, source] = [image.width, image.height, picture];
         draw.drawImage(image, 0, 0);
-        said();
+        describe();
       };
       image.src = picture.slice(5, -2);
     };

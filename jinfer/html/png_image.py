@@ -1,4 +1,4 @@
-"""PNG images of matrices: one colour, the more opaque the larger a value; on any background."""
+"""PNG images of matrices: one colour, the more opaque, the larger the value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens shaded by their log-probability, with the likeliest alternatives on hover."""
+"""Token spans: tokens shaded by log-probability, with the likeliest alternatives on hover."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 
 from jinfer.html.token_text import flowing, visible
 
-_SAID = 40  # columns of a token among alternatives
+_COLUMNS = 40  # of a token among alternatives
 
 
 class Likely(Protocol):
-    """What is shown of a `TokenLogprob`, whose package imports this one."""
+    """The part of a `TokenLogprob` that is shown; its package imports this one."""
 
     @property
     def id(self) -> int: ...
@@ -26,19 +26,19 @@ class Likely(Protocol):
 
 
 def token_spans(tokens: Iterable[Likely], *, first: bool = True) -> str:
-    """The text that tokens make, each the more shaded, the less likely it was.
+    """Text of tokens; each is the more shaded, the less likely it was.
 
     Args:
-        first: whether one of these is the first that Tab reaches.
+        first: whether Tab reaches the first token.
     """
     return "".join(_span(token, first and not at) for at, token in enumerate(tokens))
 
 
 def alternatives(token: Likely) -> Iterator[str]:
-    """Lines with a token and the likeliest others: probability, text, id."""
-    others = [one for one in token.top if one.id != token.id]
-    for one in (token, *others):
-        yield f"{probability(one.logprob):6.1%}  {visible(one.text, _SAID) or '[]'}  {one.id}"
+    """Lines of a token and the likeliest others: probability, text, id."""
+    others = [other for other in token.top if other.id != token.id]
+    for each in (token, *others):
+        yield f"{probability(each.logprob):6.1%}  {visible(each.text, _COLUMNS) or '[]'}  {each.id}"
 
 
 def probability(logprob: float) -> float:
@@ -47,13 +47,13 @@ def probability(logprob: float) -> float:
 
 
 def shade_of(logprob: float) -> str:
-    """The style of a token that was not certain; nothing for one that was."""
+    """Style attribute of a token; empty if the token was certain."""
     surprise = f"{1 - probability(logprob):.2f}"
     return f' style="--s:{surprise.removeprefix("0")}"' if float(surprise) else ""
 
 
 def _span(token: Likely, tab: bool) -> str:
     text = escape(flowing(token.text) or f"[{token.id}]")
-    said = escape("\n".join(alternatives(token)))
-    reached = ' tabindex="0"' if tab else ""
-    return f'<span class="token"{shade_of(token.logprob)}{reached} title="{said}">{text}</span>'
+    title = escape("\n".join(alternatives(token)))
+    index = ' tabindex="0"' if tab else ""
+    return f'<span class="token"{shade_of(token.logprob)}{index} title="{title}">{text}</span>'

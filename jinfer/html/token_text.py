@@ -1,6 +1,6 @@
-"""Token texts: tokens as they can be shown, whatever is in them.
+"""Token texts: tokens with all characters visible.
 
-White space becomes visible, and so do characters that would change what stands beside them (line
+White space is replaced by signs, and so are characters that would change their neighbours (line
 ends, marks of direction, combining marks) or that XML does not allow.
 """
 
@@ -10,7 +10,7 @@ import unicodedata
 
 _MARKS = {" ": "␣", "\n": "↵", "\t": "⇥"}
 _JOINER = "\u200d"  # joins emoji, within a token
-_CIRCLE = "\u25cc"  # what a combining mark without a letter stands on
+_CIRCLE = "\u25cc"  # base of a combining mark without a letter
 _HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs"}
 
 
@@ -18,27 +18,27 @@ def visible(text: str, columns: int | None = None) -> str:
     """A token in one line, every character visible: " a\\n" -> "␣a↵".
 
     Args:
-        columns: characters of a monospaced font that there is room for, where wide ones count
-            two; a longer text ends in "…". None: any.
+        columns: maximum width in characters of a monospaced font, where wide characters count
+            two; a longer text ends in "…". None: no limit.
     """
     shown = _on_circle("".join(_shown(text, at) for at in range(len(text))))
     return shown if columns is None else clipped(shown, columns)
 
 
 def byte_text(data: bytes) -> str:
-    """Bytes as text; those that are no UTF-8, such as parts of a character, as "⟨F0⟩"."""
+    """Bytes as text; invalid UTF-8, such as a part of a character, becomes "⟨F0⟩"."""
     text = data.decode("utf-8", "surrogateescape")
     return "".join(f"⟨{ord(c) - 0xDC00:02X}⟩" if "\udc80" <= c <= "\udcff" else c for c in text)
 
 
 def flowing(text: str, line_end: str = "↵\n") -> str:
-    """A token within a text: spaces and tabs stay, and line ends stand behind their mark."""
+    """A token within a text: spaces and tabs stay, and a sign precedes each line end."""
     kept = {" ": " ", "\t": "\t", "\n": line_end}
     return _on_circle("".join(kept.get(c) or _shown(text, at) for at, c in enumerate(text)))
 
 
 def columns_of(text: str) -> int:
-    """How many characters of a monospaced font a text is wide."""
+    """Width of a text in characters of a monospaced font."""
     return sum(
         0
         if unicodedata.category(c) in ("Mn", "Me")
@@ -48,7 +48,7 @@ def columns_of(text: str) -> int:
 
 
 def clipped(text: str, columns: int) -> str:
-    """A text of at most so many columns; what is cut off is "…"."""
+    """A text cut to a number of columns; "…" replaces the rest."""
     if columns_of(text) <= columns:
         return text
     kept, width = "", 1

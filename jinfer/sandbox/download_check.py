@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
 
-HEAD = 512  # bytes that are enough to detect one
+HEAD = 512  # bytes that are enough to detect a failed download
 MAX_ANSWER = 4096  # bytes of an error message
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 # Error messages of hubs, as a whole file.
@@ -21,25 +21,25 @@ _ANSWERS = re.compile(
 
 
 def failed_download(data: bytes, size: int) -> str:
-    """What a file really is, and what to do; "" if nothing is suspicious.
+    """Say what a file really is, and what to do; "" if nothing is suspicious.
 
     Args:
-        data: its beginning, at least `HEAD` bytes or all of it.
+        data: the file's beginning, at least `HEAD` bytes or the whole file.
         size: size of the file in bytes.
     """
     if data.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself: run `git lfs pull`"
     if _HTML.match(data):
         return "is an HTML page, not the file itself: fetch it again"
-    said = _answer(data, size) if size <= MAX_ANSWER else ""
-    return f"is a server's answer, {said[:100]!r}, not the file itself: fetch it again" * bool(said)
+    text = _answer(data, size) if size <= MAX_ANSWER else ""
+    return f"is a server's answer, {text[:100]!r}, not the file itself: fetch it again" * bool(text)
 
 
 def read_downloaded(path: Path, limit: int) -> bytes:
-    """As `read_regular_file`; rejects a failed download too."""
+    """Read a file as `read_regular_file` does; reject a failed download too."""
     data = read_regular_file(path, limit)
-    if told := failed_download(data, len(data)):
-        raise FileRefusedError(told)
+    if reason := failed_download(data, len(data)):
+        raise FileRefusedError(reason)
     return data
 
 

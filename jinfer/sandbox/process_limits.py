@@ -22,11 +22,11 @@ _PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 class ProcessLimitError(RuntimeError):
-    """The process limits are too low; says which, and how to raise it."""
+    """A process limit is too low; the message says which, and how to raise it."""
 
 
 def check_process_limits() -> None:
-    """Checks that XLA can start. Raises `ProcessLimitError`."""
+    """Check that XLA can start. Raises `ProcessLimitError`."""
     own = getattr(os, "sched_getaffinity", None)
     cores = len(own(0)) if own is not None else os.cpu_count() or 1
     needed = _ADDRESSES + _ADDRESSES_EACH * cores
@@ -34,8 +34,8 @@ def check_process_limits() -> None:
     if allowed is not None and allowed < needed:
         raise ProcessLimitError(
             f"this process may have {allowed / 1e9:.1f} GB of address space (ulimit -v), and a"
-            f" model needs {needed / 1e9:.1f} GB beside its weights; raise it, or bound memory with"
-            " a container instead"
+            f" model needs {needed / 1e9:.1f} GB besides its weights; raise it, or bound memory"
+            " with a container instead"
         )
     threads = _THREADS + _THREADS_EACH * cores
     if min(_thread_limits(), default=_FEW) < _FEW and not _can_start(threads):
@@ -63,8 +63,8 @@ def limit_reason(error: BaseException) -> str | None:
 
 
 def _bound_of_threads() -> str:
-    most = min(_thread_limits(), default=None)
-    return f"at most {most} are allowed" if most is not None else "the system has no room"
+    limit = min(_thread_limits(), default=None)
+    return f"at most {limit} are allowed" if limit is not None else "the system has no room"
 
 
 def _soft_limit(name: str) -> int | None:

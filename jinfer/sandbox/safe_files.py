@@ -14,7 +14,7 @@ class FileRefusedError(OSError):
 
 
 def read_regular_file(path: Path, limit: int) -> bytes:
-    """Reads a file.
+    """Read a file.
 
     A pipe would block, a device would never end, and a file may grow while it is read.
 
@@ -22,7 +22,7 @@ def read_regular_file(path: Path, limit: int) -> bytes:
         limit: maximum size in bytes.
 
     Raises:
-        FileRefused: it is missing, not a regular file, or too large.
+        FileRefusedError: it is missing, not a regular file, or too large.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.

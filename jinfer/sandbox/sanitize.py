@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-_MOST = 2000  # characters
+_MAX_LENGTH = 2000  # characters
 _END = 300  # characters at the end, which often say what to do
 
 
-def sanitized(text: str, limit: int = _MOST) -> str:
-    """A text as one line without control characters; a long one is cut in the middle.
+def sanitized(text: str, limit: int = _MAX_LENGTH) -> str:
+    """Make a text one line without control characters; cut a long text in the middle.
 
     A name in a file may contain line breaks or terminal escape sequences.
     """

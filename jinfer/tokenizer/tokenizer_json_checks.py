@@ -1,7 +1,7 @@
 """tokenizer.json checks: bounds on normalizers, patterns and merges, for untrusted files.
 
 The library does whatever the file says: a normalizer that doubles a text forty times, a regular
-expression with catastrophic backtracking. These cheap checks apply to every file; `sandboxed_check`
+expression with catastrophic backtracking. These cheap checks apply to every file; `load.py`
 finds the rest.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 type Table = Mapping[str, Sequence[Any] | np.ndarray]
-MARGIN = 28  # pixels beside what a view draws, both sides together
+MARGIN = 28  # pixels left and right of a drawing together
 _TITLE, _LINE, _CHARACTER = 52, 20, 7  # pixels: title and margins, a line about it, a character
 LEAST = 640  # pixels of width
 

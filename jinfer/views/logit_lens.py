@@ -1,4 +1,4 @@
-"""Logit lens: the next token that the residual stream after each layer already stands for.
+"""Logit lens: the next token that the residual stream after each layer already predicts.
 
 Final norm and vocabulary head are applied to it (nostalgebraist, "interpreting GPT: the logit
 lens", 2020).
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Prompt
 
-_WIDE, _SAID = 8, 40  # columns of a token in a cell, and where it is said
+_WIDE, _NAME = 8, 40  # columns of a token in a cell, and in its title
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ def draw_lens(lens: Lens) -> View:
 
 def _cell(lens: Lens, layer: int, position: int) -> Cell:
     ids, logprobs = lens.likeliest[layer, position], lens.logprobs[layer, position]
-    lines = [f"after {lens.layers[layer]}, at {position} {visible(lens.tokens[position], _SAID)}"]
+    lines = [f"after {lens.layers[layer]}, at {position} {visible(lens.tokens[position], _NAME)}"]
     for id, logprob in zip(ids.tolist(), np.exp(logprobs).tolist(), strict=True):
-        lines.append(f"{logprob:6.1%}  {visible(lens.texts[id], _SAID)}  {id}")
+        lines.append(f"{logprob:6.1%}  {visible(lens.texts[id], _NAME)}  {id}")
     if position < len(lens.tokens) - 1:
         share = float(np.exp(lens.next_logprobs[layer, position]))
-        lines.append(f"{share:6.1%}  {visible(lens.tokens[position + 1], _SAID)}, which follows")
+        lines.append(f"{share:6.1%}  {visible(lens.tokens[position + 1], _NAME)}, which follows")
     final = lens.likeliest[-1, position, 0] == ids[0]
     text = visible(lens.texts[int(ids[0])], _WIDE)
     return Cell(text, "\n".join(lines), float(np.exp(logprobs[0])), bool(final))

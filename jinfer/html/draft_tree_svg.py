@@ -1,31 +1,43 @@
-"""Draft trees as SVG: which source drafted each token, and which tokens were accepted."""
+"""Draft trees as SVG: the source of each drafted token, and the accepted tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import Protocol
 
-from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.html.svg_drawing import svg
 from jinfer.html.token_text import visible
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16
 _CHARACTERS = 12  # columns of a token's text
 _COLOURS = ("#3d6ea5", "#4f8a4a", "#a0702a", "#8a4f8f", "#2f8f8f", "#a54a4a")
-_ROOT, _CHOSEN = -1, -2  # nodes left of the drafted ones, and of the token sampled after them
+_ROOT, _CHOSEN = -1, -2  # nodes of the token before the drafts, and of the one sampled after
 _STYLE = """
-.jt text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
-.jt .soft{fill:#5c636d}.jt .page{fill:#fcfcfb}.jt .box{fill:#fff;stroke-width:1}
-.jt .right{stroke-width:3}.jt .right+text{font-weight:700}
+.jt .box{fill:#fff;stroke-width:1}.jt .right{stroke-width:3}.jt .right+text{font-weight:700}
 .jt .own{stroke:#8a8f98;stroke-dasharray:4 3}
 .jt .wire{fill:none;stroke:#b5bac2}.jt .way{fill:none;stroke:#22262b;stroke-width:3}
-@media (prefers-color-scheme:dark){
-.jt text{fill:#e4e6e9}.jt .soft{fill:#a9b0ba}.jt .page{fill:#1d1f22}.jt .box{fill:#2f3338}
-.jt .wire{stroke:#6b717a}.jt .way{stroke:#e4e6e9}}
 """
+_DARK = ".jt .box{fill:#2f3338}.jt .wire{stroke:#6b717a}.jt .way{stroke:#e4e6e9}"
 
 
-def draw(steps: Sequence[DraftedStep], text: Callable[[int], str], left_out: int = 0) -> str:
-    """An SVG of trees, one below the other.
+class Drafted(Protocol):
+    """The part of a `DraftedStep` that is drawn; its package imports this one."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def parents(self) -> Sequence[int]: ...
+    @property
+    def sources(self) -> Sequence[str]: ...
+    @property
+    def accepted(self) -> Sequence[int]: ...
+    @property
+    def chosen(self) -> Sequence[int]: ...
+
+
+def draw(steps: Sequence[Drafted], text: Callable[[int], str], left_out: int = 0) -> str:
+    """Draw trees, one below the other.
 
     Args:
         text: text of a token id.
@@ -44,20 +56,16 @@ def draw(steps: Sequence[DraftedStep], text: Callable[[int], str], left_out: int
         legend += f'<text class="soft" x="{x + 18}" y="{top + 10}">{escape(name)}</text>'
         x += 36 + 8 * len(name)
     more = f"; {left_out} more calls" if left_out > 0 else ""
-    words = f"bold: right; dashed: chosen by the model{more}"
-    top += 22  # a line of its own: phones have room for it
+    words = f"bold: accepted; dashed: chosen by the model{more}"
+    top += 22  # on a line of its own, for narrow screens
     legend += f'<text class="soft" x="{_MARGIN}" y="{top + 10}">{words}</text>'
     width = max(widest + 2 * _MARGIN, x, 8 * len(words) + _MARGIN)
     height = top + 12 + _MARGIN
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="jt" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}"><style>{_STYLE}</style>'
-        f'<rect class="page" width="{width}" height="{height}"/>{"".join(parts)}{legend}</svg>'
-    )
+    return svg("jt", width, height, "".join(parts) + legend, style=_STYLE, dark=_DARK)
 
 
 def _tree(
-    drafted: DraftedStep, text_of: Callable[[int], str], colours: dict[str, str]
+    drafted: Drafted, text_of: Callable[[int], str], colours: dict[str, str]
 ) -> tuple[str, int, int]:
     """The SVG elements of a tree, its width and its height."""
     cells = _places(drafted)
@@ -65,7 +73,7 @@ def _tree(
     last = drafted.accepted[-1] if drafted.accepted else _ROOT
     above = dict(enumerate(drafted.parents)) | ({_CHOSEN: last} if _CHOSEN in cells else {})
     wires, boxes = [], []
-    for node, parent in sorted(above.items(), key=lambda one: one[0] in way):
+    for node, parent in sorted(above.items(), key=lambda edge: edge[0] in way):
         (column, row), (before, level) = cells[node], cells[parent]
         x, y = column * (_WIDTH + _ACROSS), row * (_HEIGHT + _DOWN) + _HEIGHT // 2
         from_x, from_y = before * (_WIDTH + _ACROSS) + _WIDTH, level * (_HEIGHT + _DOWN)
@@ -95,8 +103,8 @@ def _tree(
     return "".join([*wires, *boxes]), width, height
 
 
-def _places(drafted: DraftedStep) -> dict[int, tuple[int, int]]:
-    """Column and row of each node; a first child is in its parent's row, others are below."""
+def _places(drafted: Drafted) -> dict[int, tuple[int, int]]:
+    """Column and row of each node: a first child in its parent's row, others below."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(drafted.parents):
         children.setdefault(parent, []).append(node)
