@@ -75,7 +75,7 @@ class View:
         return data_frame(self.table())
 
     def save(self, path: str | Path) -> Path:
-        """Writes it to a file: a page (.html), or an image that browsers show (.svg).
+        """Write it to a file: a page (.html), or an image that browsers show (.svg).
 
         Returns:
             The path.

@@ -166,7 +166,7 @@ class BlockSaver:
         self._run(partial(self._stores.touch, keys))
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Removes blocks from all stores, also those on their way there."""
+        """Remove blocks from all stores, also those on their way there."""
         self.wait()
         self._stores.forget(keys)
 

@@ -70,7 +70,7 @@ def prefix_of_slot(engine: Engine, slot: int) -> tuple[bytes, list[int]]:
 
 
 def erase_slot(engine: Engine, slot: int) -> int:
-    """Removes what device and offload have of a slot's sequence; returns its number of tokens.
+    """Remove a slot's sequence from device and offload; return its number of tokens.
 
     Blocks that running sequences share stay.
     """
