@@ -2,7 +2,9 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,26 @@ def test_a_damaged_entry_is_made_again(cache: Path, capsys: pytest.CaptureFixtur
     (found / "model.safetensors").write_bytes(b"")
     check_equal(leaves(MODEL, **Q4), wanted)
     assert capsys.readouterr().err == 2 * f"{ONCE}{cache}\n"
+
+
+def test_second_process_waits_for_the_first(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads here; the lock is the same."""
+    finish, finished = quantized_cache.EntryWriter.finish, list[float]()
+
+    def slow(writer: quantized_cache.EntryWriter) -> None:
+        time.sleep(2)
+        finish(writer)
+        finished.append(time.monotonic())
+
+    monkeypatch.setattr(quantized_cache.EntryWriter, "finish", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: leaves(MODEL, **Q4), range(2))
+    check_equal(first, second)
+    assert len(finished) == 1
+    assert "another process quantizes the same weights; waiting for it" in capsys.readouterr().err
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_few_weights_are_quantized_each_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
