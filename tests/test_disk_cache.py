@@ -22,7 +22,7 @@ def entry(shelf: DiskCache) -> Path:
     return path
 
 
-def test_what_is_put_there_is_found(shelf: DiskCache) -> None:
+def test_entries_are_found(shelf: DiskCache) -> None:
     assert shelf.get("a") is None
     shelf.put("a", CONTENT)
     shelf.put("b", b"")
@@ -34,13 +34,13 @@ def test_what_is_put_there_is_found(shelf: DiskCache) -> None:
     assert len(list(shelf.folder.iterdir())) == 2
 
 
-def test_another_version_finds_nothing(shelf: DiskCache) -> None:
+def test_entries_of_another_version_are_missing(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
     assert DiskCache(shelf.folder, "version 2").get("a") is None
     assert shelf.get("a") == CONTENT
 
 
-def test_an_entry_under_another_name_is_not_believed(shelf: DiskCache) -> None:
+def test_renamed_entry_is_invalid(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
     first = entry(shelf)
     shelf.put("b", b"other")
@@ -50,7 +50,7 @@ def test_an_entry_under_another_name_is_not_believed(shelf: DiskCache) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "hash", "longer"])
-def test_what_is_damaged_is_removed(shelf: DiskCache, damage: str) -> None:
+def test_damaged_entry_is_removed(shelf: DiskCache, damage: str) -> None:
     shelf.put("a", CONTENT)
     path = entry(shelf)
     whole = path.read_bytes()
@@ -66,7 +66,7 @@ def test_what_is_damaged_is_removed(shelf: DiskCache, damage: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["writable", "link", "folder", "pipe"])
-def test_what_others_could_have_written_is_not_believed(shelf: DiskCache, how: str) -> None:
+def test_entry_that_others_could_have_written_is_invalid(shelf: DiskCache, how: str) -> None:
     shelf.put("a", CONTENT)
     path = entry(shelf)
     if how == "writable":
@@ -83,20 +83,20 @@ def test_what_others_could_have_written_is_not_believed(shelf: DiskCache, how: s
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_what_belongs_to_another_user_is_not_believed(shelf: DiskCache) -> None:
+def test_entry_of_another_user_is_invalid(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
     os.chown(entry(shelf), 1234, 1234)
     assert shelf.get("a") is None
 
 
-def test_nothing_can_be_kept(tmp_path: Path) -> None:
+def test_missing_folder_is_no_error(tmp_path: Path) -> None:
     shelf = DiskCache(tmp_path / "missing", "version 1")
     shelf.put("a", CONTENT)
     assert shelf.get("a") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_used_least_recently_goes_first(shelf: DiskCache) -> None:
+def test_least_recently_used_entry_is_evicted(shelf: DiskCache) -> None:
     small = DiskCache(shelf.folder, shelf.versions, limit=3 * (len(CONTENT) + 32))
     for age, key in enumerate("abc"):
         small.put(key, CONTENT)
@@ -108,7 +108,7 @@ def test_what_was_used_least_recently_goes_first(shelf: DiskCache) -> None:
     assert [key for key in "abcd" if small.get(key) is not None] == ["a", "c", "d"]
 
 
-def test_what_a_killed_process_left_is_removed(shelf: DiskCache) -> None:
+def test_leftovers_of_a_killed_process_are_removed(shelf: DiskCache) -> None:
     left, fresh = shelf.folder / "new-left", shelf.folder / "new-fresh"
     for path in (left, fresh):
         path.write_bytes(b"x")

@@ -77,7 +77,7 @@ def test_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list((tmp_path / "libraries").iterdir())
 
 
-def test_nobody_waits_for_compilers_when_interrupted(tmp_path: Path) -> None:
+def test_interrupt_ends_compilers(tmp_path: Path) -> None:
     """Nor for what they start; also where the signal is for this process alone."""
     slow = tmp_path / "slow"
     slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nsleep 40\n", encoding="utf-8")
@@ -133,7 +133,7 @@ def test_finished_objects_are_kept_when_a_build_ends_early(
     assert build.run() == "abc"
 
 
-def test_what_another_user_could_write_is_no_object_of_a_build(tmp_path: Path) -> None:
+def test_objects_that_another_user_could_write_are_removed(tmp_path: Path) -> None:
     (tmp_path / "new-key").mkdir()
     (tmp_path / "new-key").chmod(0o777)
     (tmp_path / "new-key/a.o").touch()
@@ -181,7 +181,7 @@ def test_the_reason_is_told(lines: list[str], reason: str) -> None:
 
 
 @built
-def test_two_processes_compile_it_once(copier: str, tmp_path: Path) -> None:
+def test_two_processes_compile_once(copier: str, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {copier} "$@"\n', encoding="utf-8")
     slow.chmod(0o700)
@@ -198,7 +198,7 @@ def test_two_processes_compile_it_once(copier: str, tmp_path: Path) -> None:
 
 
 @built
-def test_is_found_again() -> None:
+def test_library_is_found_again() -> None:
     path = build_library.library_path()
     written = path.stat().st_mtime_ns
     assert build_library.library_path() == path
@@ -220,7 +220,7 @@ def test_no_compiler_and_nothing_to_write_to(kept: Path) -> None:
 
 @built
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
-def test_what_is_damaged_is_built_anew(kept: Path, copier: str, damage: str) -> None:
+def test_damaged_library_is_built_again(kept: Path, copier: str, damage: str) -> None:
     whole = kept.read_bytes()
     if damage == "foreign":
         shutil.copy(_ctypes.__file__, kept)
@@ -235,7 +235,7 @@ def test_what_is_damaged_is_built_anew(kept: Path, copier: str, damage: str) -> 
 
 @built
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_others_can_write_is_not_loaded(
+def test_library_that_others_can_write_is_not_loaded(
     kept: Path, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(kept.parents[2]))
@@ -248,7 +248,7 @@ def test_what_others_can_write_is_not_loaded(
 @built
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_belongs_to_another_user_is_not_loaded(
+def test_library_of_another_user_is_not_loaded(
     kept: Path, which: int, copier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(kept.parents[2]))
@@ -280,7 +280,9 @@ def test_folders_are_closed_to_others(
 
 
 @built
-def test_what_cannot_be_kept_is_said_and_compiled_once(tmp_path: Path, copier: str) -> None:
+def test_library_that_cannot_be_cached_is_reported_and_compiled_once(
+    tmp_path: Path, copier: str
+) -> None:
     """The cache is no folder here."""
     (tmp_path / "cache").write_text("")
     done = run(_ASK, CXX=copier, JINFER_CACHE=str(tmp_path / "cache"))
@@ -293,7 +295,9 @@ def test_what_cannot_be_kept_is_said_and_compiled_once(tmp_path: Path, copier: s
     )
 
 
-def test_why_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_why_a_library_cannot_be_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
     assert library_cache.writable_cache()[1] == ""
     monkeypatch.setattr(library_cache, "_REQUIRED_BYTES", 1 << 60)
@@ -317,7 +321,7 @@ def test_a_library_that_cannot_be_opened_is_not_made_twice(tmp_path: Path) -> No
 
 
 @built
-def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_folder(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -31,7 +31,7 @@ def files_in(folder: Path) -> list[Path]:
     return list((folder / FOLDER).iterdir())
 
 
-def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
+def test_contents_are_found_again(tmp_path: Path) -> None:
     first = store(tmp_path / "kept")
     assert first.put("a", content("a"))
     assert "a" in first
@@ -44,7 +44,7 @@ def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
     assert "a" not in again
 
 
-def test_the_least_recently_used_leave(tmp_path: Path) -> None:
+def test_least_recently_used_contents_are_evicted(tmp_path: Path) -> None:
     kept = store(tmp_path, limit=10 * SIZE)
     for number in range(9):
         kept.put(str(number), content(str(number)))
@@ -60,7 +60,7 @@ def test_the_least_recently_used_leave(tmp_path: Path) -> None:
     assert kept.nbytes <= 10 * SIZE
 
 
-def test_a_folder_of_others(tmp_path: Path) -> None:
+def test_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
     folder.chmod(0o777)

@@ -32,7 +32,7 @@ def entries(cache: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in cache.rglob("*-cache")}
 
 
-def test_an_entry_cut_short_is_replaced(tmp_path: Path) -> None:
+def test_truncated_entry_is_replaced(tmp_path: Path) -> None:
     """JAX alone leaves it, warns, and compiles at each start."""
     assert run(tmp_path).stdout == "7\n"
     good = entries(tmp_path)

@@ -43,15 +43,15 @@ def test_failed_downloads(data: bytes, told: str) -> None:
         b"{% for message in messages %}<html>",
     ],
 )
-def test_files_as_they_should_be(data: bytes) -> None:
+def test_valid_files(data: bytes) -> None:
     assert failed_download(data, len(data)) == ""
 
 
-def test_the_answer_is_all_there_is() -> None:
+def test_error_message_must_be_the_whole_file() -> None:
     assert failed_download(b'{"error": "x"}' + b" " * 498, 9999) == ""
 
 
-def test_a_tokenizer_that_is_a_pointer(tmp_path: Path) -> None:
+def test_tokenizer_that_is_a_git_lfs_pointer(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(FileRefusedError, match="git lfs pull"):

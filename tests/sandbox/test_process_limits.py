@@ -66,7 +66,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_ends_a_command(
+def test_errors_that_limits_explain(
     error: Exception,
     said: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,7 +91,7 @@ def test_what_ends_a_command(
     assert exit_status._stuck
 
 
-def test_nobody_waits_for_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_that_cannot_start_ends_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", failing(1))
@@ -105,7 +105,7 @@ def test_nobody_waits_for_a_thread_that_cannot_be_started(monkeypatch: pytest.Mo
 
 
 @LINUX
-def test_a_command_with_little_address_space_ends_with_a_line() -> None:
+def test_command_with_little_address_space_ends_with_one_line() -> None:
     command = [sys.executable, "-m", "jinfer", "generate", str(GOLDENS / "llama2")]
     done = subprocess.run(
         ["sh", "-c", 'ulimit -v 1300000; exec "$@"', "sh", *command, "--ids", "5 6"],

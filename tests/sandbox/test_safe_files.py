@@ -22,7 +22,7 @@ def test_reads_up_to_a_size(tmp_path: Path) -> None:
     assert len(read_regular_file(path, 3 << 20)) == 3 << 20
 
 
-def test_a_pipe_a_device_and_a_folder_are_not_files(tmp_path: Path) -> None:
+def test_pipe_device_and_folder_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         assert path_exists(path)
@@ -31,13 +31,13 @@ def test_a_pipe_a_device_and_a_folder_are_not_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 5000, "nul\0", "lone \ud800"])
-def test_no_file_is_refused_too(tmp_path: Path, name: str) -> None:
+def test_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     assert not path_exists(tmp_path / name)
     with pytest.raises(FileRefusedError, match="cannot be read: "):
         read_regular_file(tmp_path / name, 10)
 
 
-def test_a_link_to_nothing_is_there_and_cannot_be_read(tmp_path: Path) -> None:
+def test_dangling_link_exists_and_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert path_exists(tmp_path / "link")
     with pytest.raises(FileRefusedError):

@@ -25,7 +25,7 @@ def test_answers_are_json(child: SandboxedProcess) -> None:
         assert child.ask(value, 5) == value
 
 
-def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: SandboxedProcess) -> None:
+def test_output_is_no_answer_and_jax_is_not_imported(child: SandboxedProcess) -> None:
     assert child.ask("print", 5) == []
 
 
@@ -39,7 +39,7 @@ def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: SandboxedProces
         ("deep", "nested too deeply"),
     ],
 )
-def test_past_its_bounds_it_ends(child: SandboxedProcess, question: str, words: str) -> None:
+def test_process_ends_beyond_its_limits(child: SandboxedProcess, question: str, words: str) -> None:
     begun = time.monotonic()
     with pytest.raises(SandboxError, match=words):
         child.ask(question, 0.1)
@@ -47,7 +47,7 @@ def test_past_its_bounds_it_ends(child: SandboxedProcess, question: str, words: 
     assert child.ask("and then", 5) == "and then"
 
 
-def test_it_writes_no_file(child: SandboxedProcess) -> None:
+def test_process_cannot_write_files(child: SandboxedProcess) -> None:
     with pytest.raises(SandboxError):
         child.ask("write", 5)
 
@@ -67,7 +67,7 @@ def test_threads_get_their_own_answers(child: SandboxedProcess) -> None:
     assert found == {number: number for number in range(8)}
 
 
-def test_it_ends_with_the_process_that_asked() -> None:
+def test_process_ends_with_its_parent() -> None:
     program = (
         "from jinfer.sandbox.sandboxed_process import SandboxedProcess\n"
         "child = SandboxedProcess('tests.sandbox.answers', memory=256 << 20, answer_bytes=1000)\n"

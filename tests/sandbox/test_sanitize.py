@@ -18,7 +18,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 STRANGE = "one\ntwo\x1b[2J\u202e" + "x" * 100_000
 
 
-def test_one_line_of_a_length_to_read() -> None:
+def test_text_becomes_one_short_line() -> None:
     assert sanitized("usual: 東京 é") == "usual: 東京 é"
     assert sanitized("a\nb\x1b[2J\ud800\u202e") == r"a\nb\x1b[2J\ud800\u202e"
     long = sanitized("begin" + "x" * 10**6 + "end")
@@ -28,7 +28,7 @@ def test_one_line_of_a_length_to_read() -> None:
 
 
 @pytest.mark.parametrize("what", ["architecture", "key", "tensor", "value"])
-def test_names_in_files_stay_inside_a_line(what: str, tmp_path: Path) -> None:
+def test_names_in_files_stay_in_one_line(what: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(GOLDENS / "llama2", folder)
     config = json.loads((folder / "config.json").read_text())

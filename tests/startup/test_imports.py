@@ -76,19 +76,19 @@ def pressed_in_a_callback_of_what_takes_long() -> None:
     "pressed",
     [pressed_where_it_becomes_another_exception, pressed_in_a_callback_of_what_takes_long],
 )
-def test_ctrl_c_is_raised_as_what_it_is_and_at_once(pressed: Callable[[], None]) -> None:
+def test_ctrl_c_is_raised_at_once(pressed: Callable[[], None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         pressed()
 
 
-def test_what_else_fails_is_raised_as_it_is() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(ImportError, match="elsewhere"), interrupts_raised():
         raise ImportError("elsewhere")
 
 
 @pytest.mark.parametrize("inside", [interrupts_deferred, interrupts_raised])
 @pytest.mark.parametrize("fails", [False, True])
-def test_ctrl_c_that_waits(inside: Callable[[], Any], fails: bool) -> None:
+def test_deferred_ctrl_c(inside: Callable[[], Any], fails: bool) -> None:
     """Also inside of what hears it, and where something fails meanwhile."""
     seen = []
 
@@ -105,7 +105,7 @@ def test_ctrl_c_that_waits(inside: Callable[[], Any], fails: bool) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_else_fails_in_a_callback_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_in_a_callback_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> None:
         raise ValueError("elsewhere")
 

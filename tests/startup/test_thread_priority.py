@@ -18,7 +18,7 @@ def nice() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_threads_that_stay_have_the_usual_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_threads_have_normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_priority, "_starter", None)
     usual, found = nice(), list[int]()
 

@@ -1,4 +1,4 @@
-"""Tokens as they are shown, and pictures of matrices."""
+"""Token texts with all characters visible, and PNG images of matrices."""
 
 import struct
 import zlib
@@ -31,11 +31,11 @@ def test_every_character_is_visible(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_bytes_that_are_no_text_are_written() -> None:
+def test_invalid_utf8_is_shown() -> None:
     assert byte_text(" né".encode() + "🙂".encode()[:2]) == " né⟨F0⟩⟨9F⟩"
 
 
-def test_texts_keep_their_lines() -> None:
+def test_line_ends_stay() -> None:
     assert flowing("a  b\n\tc\x00") == "a  b↵\n\tc⟨00⟩"
     assert flowing("a\nb", "\n") == "a\nb"
 
@@ -48,7 +48,7 @@ def test_wide_characters_count_twice() -> None:
     assert visible("a" * 20, 5) == "aaaa…"
 
 
-def test_a_picture_has_the_values() -> None:
+def test_png_has_the_values() -> None:
     """Read by PNG's own rules: pixels are the values in 255ths, opaque where these are 1."""
     values = np.array([[0, 0.5, 1], [0.2, np.nan, 2]])
     png = matrix_png(values, (1, 2, 3))
