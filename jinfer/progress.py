@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-_SHOW_SECONDS, _LOG_SECONDS = 0.3, 1.0  # seconds after which a task is shown, and logged
+_DELAY = 1.0  # seconds after which a task is shown and logged
 _UPDATE_SECONDS = {"terminal": 0.1, "notebook": 1.0}  # a notebook saves each update
 _log = logging.getLogger("jinfer.progress")
 _lock = threading.RLock()
@@ -163,21 +163,20 @@ def take_warnings() -> None:
 
 def _report(task: Task, visible: bool, level: int, ended: threading.Event) -> None:
     """Draw and log a task until it has ended; runs in a thread of its own."""
-    logged, wait = False, _SHOW_SECONDS
-    while not ended.wait(wait):
-        wait = _UPDATE_SECONDS[_where() or "notebook"]
-        if not logged and time.monotonic() - task.begun > _LOG_SECONDS:
-            logged = True
-            _log.log(level, "%s", task.what)
+    if ended.wait(_DELAY):
+        return
+    _log.log(level, "%s", task.what)
+    while True:
         with _lock:
             if visible and not _line_open:
                 _draw(task)
+        if ended.wait(_UPDATE_SECONDS[_where() or "notebook"]):
+            break
     with _lock:
         if (bar := _bars.pop(id(task), None)) is not None:
             bar.close()
-    if logged:
-        seconds = round(time.monotonic() - task.begun, 1)
-        _log.log(level, "%s: done", task.what, extra={"seconds": seconds})
+    seconds = round(time.monotonic() - task.begun, 1)
+    _log.log(level, "%s: done", task.what, extra={"seconds": seconds})
 
 
 def _draw(task: Task) -> None:

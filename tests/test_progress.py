@@ -25,8 +25,7 @@ class Screen(io.StringIO):
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Tasks are shown and logged at once."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "_SHOW_SECONDS", 0.01)
-    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
     return monkeypatch
 
 
@@ -130,7 +129,7 @@ def test_lines_are_written_above_the_bars(patch: pytest.MonkeyPatch) -> None:
 
 def test_short_task_is_not_shown(patch: pytest.MonkeyPatch) -> None:
     screen = terminal(patch)
-    patch.setattr(progress, "_SHOW_SECONDS", 60.0)
+    patch.setattr(progress, "_DELAY", 60.0)
     with progress.task("blinking"):
         time.sleep(0.15)
     assert screen.getvalue() == ""
