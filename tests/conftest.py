@@ -206,7 +206,7 @@ def shared_programs() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _weights_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights that are kept for the next start are this run's: none of another version's."""
-    from jinfer.weights import quantized_cache
+    from jinfer.loader.weights import quantized_cache
 
     folder = tmp_path_factory.mktemp("cache") / "weights"
     with pytest.MonkeyPatch.context() as patch:

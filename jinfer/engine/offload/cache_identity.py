@@ -11,7 +11,7 @@ from jinfer.version import __version__
 
 _FORMAT = 1  # change where the same block would get other bytes
 # Packages that read and convert weights, and divide models among devices.
-_FURTHER = ("checkpoint", "weights", "parallel")
+_FURTHER = ("loader", "parallel")
 
 
 def cache_identity(programs: CompiledPrograms, weights: str) -> str:
