@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"markup", "progress", "runtime"},
+    {"disk_cache", "html", "progress", "startup"},
     KERNELS,
-    {"guard", "matmul_precision", "version"},
+    {"sandbox", "matmul_precision", "version"},
     {"modelspec", "tokenizer"},
     {"quant", "template"},
     {"ops"},
@@ -55,7 +55,6 @@ JAX_UNITS = {
     "ops",
     "parallel",
     "quant",
-    "runtime",
     "sampling",
     "speculate",
     "tools",
@@ -69,7 +68,7 @@ PRIVATE_JAX = {
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
     "jinfer/ops/thread_limit.py": "whether XLA has started",
-    "jinfer/runtime/executable.py": "calls without JAX's dispatch",
+    "jinfer/engine/runner/executable.py": "calls without JAX's dispatch",
 }
 
 MAX_LINES = 600

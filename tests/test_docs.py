@@ -246,7 +246,7 @@ def test_no_command_is_silent_for_more_than_a_second(
 ) -> None:
     """The first time, on a terminal, where only the custom calls were compiled before."""
     library = build_library.library_path()
-    kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
+    kept = shutil.copytree(library.parent, tmp_path / "libraries" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
     heard = listen(shlex.split(asked), "/exit\n", folder, JINFER_CACHE=str(tmp_path))

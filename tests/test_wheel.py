@@ -109,7 +109,7 @@ def test_a_wheel_of_a_system_has_the_custom_calls_too(wheel: Path, tmp_path: Pat
     name = re.fullmatch(r"jinfer-[\d.]+-py3-none-(\w+)\.whl", built.name)
     assert name is not None
     assert name[1] in {tag.platform for tag in packaging.tags.sys_tags()}
-    made = {"libjinfer_cpu.so", "made_from.json", "sha256"}
+    made = {"libjinfer_cpu.so", "made_from.json", "digest"}
     assert files(built) == files(wheel) | {f"jinfer/cpu/prebuilt_library/{n}" for n in made}
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jinfer import LLM, SamplingParams
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.html.svg_drawing import svg
 from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.cost_model import (
     HARDWARE,
@@ -232,12 +233,7 @@ def to_svg(busy: Sequence[StageCall]) -> str:
     bottom = 20 + height * stages
     shown = f"{(end - begin) * 1e3:.0f} ms; a colour is a lane"
     parts.append(f'<text x="{left:.0f}" y="{bottom + 14:.0f}">{shown}</text>')
-    style = "text{font:12px ui-monospace,'DejaVu Sans Mono',monospace;fill:#22262b}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 24:.0f}">'
-        f'<style>{style}</style><rect width="100%" height="100%" fill="#fcfcfb"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg("jb", width, bottom + 24, "".join(parts)) + "\n"
 
 
 def predictions() -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import CheckpointError, Tensor
 from jinfer.loader.checkpoint.gguf import raw_metadata
 from jinfer.loader.checkpoint.safetensors import Writer
@@ -27,6 +26,7 @@ from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.modelspec.quantization_table import AUTO, PLAIN, QuantizationSpec, Role
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.quant import QuantFormat, QuantizedTensor
+from jinfer.sandbox.safe_files import path_exists
 
 from .export_layouts import (
     GGUF_FORMATS,

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.scheduling.cache_size import block_bytes
+from jinfer.html.svg_drawing import CHARACTER, svg
 from jinfer.loader.open_model import Opened, open_model
 from jinfer.loader.weights.model_size import bytes_text
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.toml_tables import merge
-from jinfer.modelspec.view.model_svg import CHARACTER
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
@@ -209,15 +209,13 @@ def _notes(plan: PlanView) -> list[str]:
 
 
 _STYLE = """
-.jp text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
-.jp .page{fill:#fcfcfb}.jp .stage{fill:#f3f4f5;stroke:#d5d8dc}
+.jp .stage{fill:#f3f4f5;stroke:#d5d8dc}
 .jp .device{fill:#e6eef7;stroke:#6b8fb5}
 .jp .wire{stroke:#3d5a80;stroke-width:2}.jp .tip{fill:#3d5a80}
-.jp .name{font-weight:600}.jp .soft{fill:#5c636d}
-@media (prefers-color-scheme:dark){
-.jp text{fill:#e4e6e9}.jp .soft{fill:#a9b0ba}.jp .page{fill:#1d1f22}
+"""
+_DARK = """
 .jp .stage{fill:#26292d;stroke:#43484f}.jp .device{fill:#27384a}
-.jp .wire{stroke:#8fb0d6}.jp .tip{fill:#8fb0d6}}
+.jp .wire{stroke:#8fb0d6}.jp .tip{fill:#8fb0d6}
 """
 _LINE, _PAD, _GAP = 17, 12, 96
 
@@ -239,11 +237,7 @@ def to_svg(plan: PlanView) -> str:
         _text(_PAD, bottom + _LINE * (index + 1) + 4, note, "soft")
         for index, note in enumerate(notes)
     ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="jp" width="{width:.0f}" '
-        f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"><style>{_STYLE}</style>'
-        f'<rect class="page" width="100%" height="100%"/>{"".join(parts)}</svg>\n'
-    )
+    return svg("jp", width, height, "".join(parts), style=_STYLE, dark=_DARK) + "\n"
 
 
 def _column(

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from jinfer.html.html_table import rounded, table_html
 from jinfer.loader.checkpoint import Tensor
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
-from jinfer.modelspec.view.model_html import table_html as html_table
-from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
 
 from .checkpoint_layers import is_ignorable, leaf_of, module_name
@@ -48,7 +47,7 @@ def facts(found: CheckpointMatch) -> list[tuple[str, str]]:
     return [
         *lines,
         ("type", found.spec.type),
-        ("dims", ", ".join(f"{name} {written(value)}" for name, value in found.spec.dims.items())),
+        ("dims", ", ".join(f"{name} {rounded(value)}" for name, value in found.spec.dims.items())),
         (
             "parameters",
             f"{count_text(sizes.parameters)}: {tables}, {sizes.matrices + sizes.heads:,} in other "
@@ -280,12 +279,12 @@ def to_json(found: CheckpointMatch) -> dict[str, Any]:
 
 def to_html(found: CheckpointMatch) -> str:
     """The whole report as an HTML page."""
-    parts = [html_table(("", ""), facts(found))]
+    parts = [table_html(("", ""), facts(found))]
     if found.spec:
         parts += [draw_model(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]
-        parts.append(html_table(_WIDTH_HEADS, memory(found)))
+        parts.append(table_html(_WIDTH_HEADS, memory(found)))
         parts.append(f"<h2>Wiring</h2><pre>{escape(chr(10).join(wiring(found)))}</pre>")
-    parts += ["<h2>Tensors</h2>", html_table(_tensor_heads(found), tensors(found))]
+    parts += ["<h2>Tensors</h2>", table_html(_tensor_heads(found), tensors(found))]
     for heading, lines in _problems(found).items():
         if lines:
             parts.append(f"<h2>{escape(heading)}</h2><pre>{escape(chr(10).join(lines))}</pre>")

@@ -184,12 +184,12 @@ class BaseLLM:
 
     def _repr_html_(self) -> str:
         """The notebook display: the model's line, and folded below its wiring and sizes."""
-        from jinfer.modelspec.view.model_html import details_html
+        from jinfer.html.html_table import details_html
 
         title = "wiring and sizes"
         if self.spec.decoder is not None:
             title = f"{self.session.cache_report()}; {title}"
-        return details_html(repr(self), title, self.spec._repr_html_())
+        return details_html(title, self.spec._repr_html_(), repr(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jinfer.api.offloading import start_offload
+from jinfer.disk_cache import DiskCache
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
@@ -24,7 +25,6 @@ from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan

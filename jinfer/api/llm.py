@@ -27,8 +27,8 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
-from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.startup.imports import gc_paused
 from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return
-    # Imported here, because most models ask for none.
+    # Imported here, because most models use none.
+    from jinfer.disk_cache import NoCacheError
     from jinfer.engine.offload.cache_identity import cache_identity
-    from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
+    from jinfer.engine.offload.disk_store import DiskStore
     from jinfer.engine.offload.prefix_offload import PrefixOffload
 
     if ram > (most := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
@@ -46,8 +47,8 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
         try:
             identity = cache_identity(engine.programs, engine.weights_key)
             disk = DiskStore(folder, identity, int(asked.cache_disk_size * _GIB))
-        except FolderRefusedError as error:
-            raise SpecError(path, "engine.cache_disk", f"{folder}: its {FOLDER} {error}") from None
+        except NoCacheError as error:
+            raise SpecError(path, "engine.cache_disk", str(error)) from None
     engine.offload = PrefixOffload(engine, ram, disk)
 
 

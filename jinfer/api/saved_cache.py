@@ -1,4 +1,4 @@
-"""Saved KV cache: writes what the prefix cache has to a file, and loads it."""
+"""Saved KV cache: writes the blocks of the prefix cache to a file, and loads them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What was saved or loaded.
+    """Size of a saved or loaded cache.
 
     Attributes:
-        tokens: whose keys and values it has.
-        nbytes: of the file.
+        tokens: number of tokens whose keys and values it has.
+        nbytes: size of the file.
     """
 
     tokens: int
@@ -49,14 +49,14 @@ class SavedCache:
 
 
 def save_cache(session: Session, path: str | Path, slot: int | None = None) -> SavedCache:
-    """As `LLM.save_cache`.
+    """Save a cache, as `LLM.save_cache`.
 
     Args:
-        slot: only what there is of the sequence that had this slot last; None: all.
+        slot: save only the blocks of the sequence that last had this slot; None: all.
     """
     engine, path = _ready(session), Path(path).expanduser()
-    wanted = all_blocks if slot is None else partial(blocks_of_slot, slot=slot)
-    listed: list[CachedBlock] = session.thread.run(wanted)
+    listing = all_blocks if slot is None else partial(blocks_of_slot, slot=slot)
+    listed: list[CachedBlock] = session.thread.run(listing)
     blocks = _BlocksSeen(_read(session, listed))
     try:
         nbytes = write_cache_file(path, _identity(engine), blocks)
@@ -66,10 +66,10 @@ def save_cache(session: Session, path: str | Path, slot: int | None = None) -> S
 
 
 def load_cache(session: Session, path: str | Path, slot: int | None = None) -> SavedCache:
-    """As `LLM.load_cache`.
+    """Load a cache, as `LLM.load_cache`.
 
     Args:
-        slot: a slot that has had the sequence of this file from now on.
+        slot: a slot whose last sequence is this file's from now on.
     """
     engine, path = _ready(session), Path(path).expanduser()
     entered: dict[str, int] = {}
@@ -90,13 +90,13 @@ def load_cache(session: Session, path: str | Path, slot: int | None = None) -> S
 
 
 def _ready(session: Session) -> Engine:
-    """The engine, once it has the programs that are needed."""
+    """Prepare the programs that transfer blocks; return the engine."""
     engine = session.engine
     if not engine.model.caches:
         raise RequestError("the model has no decoder, so there is no cache")
     if reason := offload_refusal(engine):
         raise RequestError(f"the cache cannot be saved {reason}")
-    # Here, as the engine's thread would stop for it.
+    # Compiled here, because the engine's thread would pause for it.
     for future in engine.programs.announce(transfer_steps()):
         future.result()
     return engine
@@ -114,11 +114,11 @@ def _read(session: Session, listed: Sequence[CachedBlock]) -> Iterator[SavedBloc
 
 
 class _BlocksSeen:
-    """Blocks, and what is known of those that were taken.
+    """Iterates over blocks, and records their tokens.
 
     Attributes:
-        seed: hash before the first one; of a sequence `BlockTables.seed`.
-        tokens: those of the group of keys and values that has most of them, in order.
+        seed: hash before the first block; of a sequence `BlockTables.seed`.
+        tokens: tokens in order, of the key-value group with the largest number.
     """
 
     def __init__(self, blocks: Iterable[SavedBlock]) -> None:
@@ -131,8 +131,8 @@ class _BlocksSeen:
         return max(self._tokens.values(), key=len, default=[])
 
     def __iter__(self) -> Iterator[SavedBlock]:
-        for one in self._blocks:
-            if one.group != STATE:
-                self.seed = self.seed if self._tokens else one.before
-                self._tokens.setdefault(one.group, []).extend(one.tokens)
-            yield one
+        for block in self._blocks:
+            if block.group != STATE:
+                self.seed = self.seed if self._tokens else block.before
+                self._tokens.setdefault(block.group, []).extend(block.tokens)
+            yield block

@@ -10,6 +10,7 @@ import numpy as np
 
 from jinfer.api.activation_names import nearest
 from jinfer.engine.output.data_frames import import_pandas
+from jinfer.html.html_table import details_html, table_html
 from jinfer.modelspec.spec_errors import show_value
 
 if TYPE_CHECKING:
@@ -92,17 +93,20 @@ class Trace(Mapping[str, "Float[np.ndarray, '...']"]):
         return f"Trace({len(self.ids)} tokens: {', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td><code>{escape(name)}</code></td><td>{escape(', '.join(self.axes[name]))}</td>"
-            f"<td>{' × '.join(map(str, value.shape))}</td><td>{_deviation(value):.3g}</td></tr>"
+        rows = [
+            (
+                name,
+                ", ".join(self.axes[name]),
+                " × ".join(map(str, value.shape)),
+                float(f"{_deviation(value):.3g}"),
+            )
             for name, value in self._values.items()
-        )
-        head = "<tr><th>name</th><th>axes</th><th>shape</th><th>root mean square</th></tr>"
+        ]
         text = escape("".join(self.tokens))[:2000]
         title = f"{len(self.ids)} tokens, {len(self)} values, {self.nbytes / 2**20:.1f} MiB"
-        table = f'<table style="text-align:left">{head}{rows}</table>'
+        table = table_html(("name", "axes", "shape", "root mean square"), rows)
         words = f'<div style="white-space:pre-wrap;opacity:.7">{text}</div>'
-        return f"<details><summary>{title}</summary>{words}{table}</details>"
+        return details_html(title, words + table)
 
 
 def _deviation(value: np.ndarray) -> float:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.runtime.startup import gc_paused, importing
+from jinfer.startup.imports import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
 # Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.

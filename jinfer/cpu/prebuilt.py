@@ -15,7 +15,8 @@ from pathlib import Path
 
 import jax
 
-from jinfer.cpu.library_cache import LIBRARY, is_intact, write_hash
+from jinfer.cpu.library_cache import LIBRARY
+from jinfer.disk_cache import is_intact, write_digest
 
 FOLDER = Path(__file__).parent / "prebuilt_library"
 _MADE_FROM = "made_from.json"
@@ -56,7 +57,7 @@ def find(key: str) -> Path | None:
         usable = made_from["key"] == key and here.accepts(made_for)
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return path if usable and is_intact(path) else None
+    return path if usable and is_intact(FOLDER) else None
 
 
 def refuse(path: Path) -> bool:
@@ -68,7 +69,7 @@ def refuse(path: Path) -> bool:
 
 
 def seal(library: Path, key: str, made_for: Interface) -> None:
-    """Writes the files beside a library that `find` checks."""
-    write_hash(library)
+    """Write the files next to a library that `find` checks."""
     made_from = {"key": key, "interface": [made_for.major, made_for.minor]}
     (library.parent / _MADE_FROM).write_text(json.dumps(made_from) + "\n", encoding="utf-8")
+    write_digest(library.parent)

@@ -36,7 +36,7 @@ from jinfer.engine.runner.forward_passes import Pause
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.search.search_driver import SearchDriver
-from jinfer.runtime.thread_priority import at_usual_priority
+from jinfer.startup.thread_priority import at_usual_priority
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.config_json import Multimodal
@@ -16,6 +15,7 @@ from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
 from jinfer.modelspec.toml_tables import check_text
+from jinfer.sandbox.safe_files import path_exists
 
 if TYPE_CHECKING:
     from jinfer.modelspec.adapters_table import AdapterSpec

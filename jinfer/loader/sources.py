@@ -16,11 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import dangling_link
+from jinfer.loader.config.config_json import SourceError as SourceError
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.hub import fetched, snapshot
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text
+from jinfer.sandbox.safe_files import dangling_link
 
 PLACES = ("weights", "tokenizer")  # keys of a specification whose values are sources
 

@@ -144,7 +144,7 @@ class ModelSpec:
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: sizes and a drawing of the wiring."""
-        from jinfer.modelspec.view.model_html import spec_html
+        from jinfer.modelspec.view.model_svg import spec_html
 
         return spec_html(self)
 

@@ -10,12 +10,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import FileRefusedError, path_exists, read_regular_file
 from jinfer.modelspec.family_match import matches
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import Table, check_plain, nested
-from jinfer.runtime.source_files import content_of
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
+from jinfer.startup.source_files import content_of
 
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.

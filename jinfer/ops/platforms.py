@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 import jax
 
-from jinfer.guard.process_limits import check_process_limits
 from jinfer.ops.disable_kernels import SwitchError
-from jinfer.runtime.thread_priority import at_usual_priority
+from jinfer.sandbox.process_limits import check_process_limits
+from jinfer.startup.thread_priority import at_usual_priority
 
 PLATFORMS_VARIABLE = "JAX_PLATFORMS"
 _KNOWN = ("cpu", "cuda", "rocm", "tpu")

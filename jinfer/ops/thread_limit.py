@@ -10,7 +10,7 @@ import jax
 
 from jinfer.cpu import call_threads
 from jinfer.cpu.cores import usable_cores
-from jinfer.runtime.thread_priority import at_usual_priority
+from jinfer.startup.thread_priority import at_usual_priority
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")

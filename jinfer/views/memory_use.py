@@ -106,8 +106,8 @@ def draw_memory(use: MemoryUse) -> View:
 
 
 def _largest(parts: Mapping[str, int]) -> dict[str, int]:
-    """The largest parts by name, and what is left of the others as one."""
-    ordered = sorted(parts.items(), key=lambda one: -one[1])
+    """The largest parts by name, and the sum of the others."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
     shown, others = ordered[: len(_COLOURS)], ordered[len(_COLOURS) :]
     return dict([*shown, ("others", sum(size for _, size in others))] if others else shown)
 

@@ -52,7 +52,7 @@ def loaded(folder: Path, **environment: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("every", ["0", "1"])
-def test_it_needs_no_compiler(packaged: Path, every: str) -> None:
+def test_prebuilt_library_needs_no_compiler(packaged: Path, every: str) -> None:
     said, told = loaded(packaged.parent, **{build_library.EVERY: every, build_library.LOWER: ""})
     assert said == f"True {packaged}"
     assert told == ""
@@ -71,7 +71,7 @@ def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": 1}', "\0", '{"interface": [0]}'])
-def test_what_it_is_made_from_has_to_be_said(packaged: Path, text: str) -> None:
+def test_library_without_its_key_is_not_loaded(packaged: Path, text: str) -> None:
     (packaged.parent / "made_from.json").write_text(text)
     assert prebuilt.find(build_library.own_key()) is None
 
@@ -92,7 +92,7 @@ def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
     assert packaged.read_bytes() == b"of another system"
 
 
-def test_a_command_makes_it(packaged: Path, copier: str, tmp_path: Path) -> None:
+def test_command_builds_the_library(packaged: Path, copier: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jinfer.cpu", "--into", str(tmp_path / "new")]
     environment = {**os.environ, "CXX": copier}
     made = subprocess.check_output(command, env=environment, text=True).strip()
@@ -122,7 +122,7 @@ def test_without_a_compiler_nothing_is_written_to_the_package() -> None:
         (["--headers", "{tmp}"], "--headers is for --into and --into-package"),
     ],
 )
-def test_a_command_that_cannot(
+def test_command_with_invalid_options(
     options: list[str], reason: str, copier: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

@@ -13,11 +13,11 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
+from jinfer.disk_cache import DiskCache
 from jinfer.engine.runner import compiled_programs, program_cache
 from jinfer.engine.runner.aot_serialization import dumped, loaded
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.guard.disk_cache import DiskCache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]
@@ -208,7 +208,7 @@ LEFT_OUT = ("flax", "jaxlib.mlir.dialects.mhlo", "jax.experimental.pallas", "jax
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 def test_a_process_that_starts_again_imports_less(tmp_path: Path) -> None:
     library = build_library.library_path()
-    kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
+    kept = shutil.copytree(library.parent, tmp_path / "libraries" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
     environment = {name: value for name, value in os.environ.items() if "JAX_" not in name}

@@ -191,7 +191,7 @@ def test_weights_that_change_leave_nothing(tmp_path: Path) -> None:
         ({"engine.cache_ram": 999999}, "engine.cache_ram: 999999 GiB are more than the .* machine"),
         (
             {"engine.cache_disk": "/proc/kept"},
-            "engine.cache_disk: /proc/kept: its jinfer-prefix-cache cannot be made",
+            "engine.cache_disk: /proc/kept/jinfer-prefix-cache cannot be used",
         ),
     ],
 )

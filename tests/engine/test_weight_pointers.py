@@ -13,8 +13,8 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.executable import Executable
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.runtime.executable import Executable
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 77, 31]

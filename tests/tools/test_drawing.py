@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 import pytest
 
 from jinfer import LLM
+from jinfer.html.html_table import table_html
+from jinfer.html.svg_drawing import CHARACTER
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.view.formula_graph import formula_graph
-from jinfer.modelspec.view.model_html import table_html
-from jinfer.modelspec.view.model_svg import CHARACTER, draw_model
+from jinfer.modelspec.view.model_svg import draw_model
 from tests.loader.resolving import resolved as of_files
 from tests.modelspec.helpers import model, resolved
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from jinfer.engine.requests import RequestError
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 from jinfer.version import __version__
 
 DEFAULT_URL = "http://127.0.0.1:8080"

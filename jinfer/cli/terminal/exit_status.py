@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jinfer.cli.terminal import INTERRUPTED
-from jinfer.guard.process_limits import limit_reason
+from jinfer.sandbox.process_limits import limit_reason
 
 _stuck = False  # set where threads may wait for others that could not be started
 

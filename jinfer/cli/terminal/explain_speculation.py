@@ -35,7 +35,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
         for chunk in stream:
             chunks.append(chunk)
             text = show_answer.display_text(llm, chunk.text, chunk.token_ids)
-            progress.write(colours.paint(text, chunk.origin), progress.NO_ROOM)
+            progress.write(colours.paint(text, chunk.origin), line_open=True)
             if pressed():
                 break
     interrupted = chunks[-1].finish_reason is None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinfer.guard.safe_files import read_regular_file
+from jinfer.sandbox.safe_files import read_regular_file
 
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'

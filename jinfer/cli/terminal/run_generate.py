@@ -28,14 +28,14 @@ from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.progress import task
-from jinfer.runtime.interrupts import interrupts_raised
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
+from jinfer.startup.imports import interrupts_raised
 
 MAX_PROMPT = 64 << 20  # bytes
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from jinfer.api.prompt_inputs import parse_messages
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
 from jinfer.template.chat_prompt import Message
 
 MAX_BYTES = 16 << 20  # of a saved conversation

@@ -30,7 +30,7 @@ class WrappingWriter:
     def __call__(self, text: str) -> None:
         """Writes a piece of an answer."""
         wrapped = self.wrapped(text)  # also advances the column
-        progress.write(wrapped, self.column)
+        progress.write(wrapped, line_open=self.column > 0)
 
     def end(self, mark: str = "") -> None:
         """Ends an answer's line, with a mark after it."""

@@ -104,32 +104,35 @@ class BlockSaver:
         ]
         self._complete.clear()
         if self._stores.disk is not None:
-            wanted = [one for one in left if self._wanted_on_disk(one.key)]
-            for one in self._save(wanted, evicted=False):
-                self._complete[one.group, one.digest] = one.block
+            wanted = [entry for entry in left if self._wanted_on_disk(entry.key)]
+            for entry in self._save(wanted, evicted=False):
+                self._complete[entry.group, entry.digest] = entry.block
 
     def _wanted_on_disk(self, key: str) -> bool:
         disk = self._stores.disk
         return disk is not None and key not in disk and key not in self._saving
 
     def _save(self, blocks: Sequence[_Block], *, evicted: bool) -> Sequence[_Block]:
-        """Launches copies and has them stored; returns those that there was no room for."""
-        waiting = {group: [one for one in blocks if one.group == group] for group in self._groups}
+        """Launch copies and store them; return the blocks for which there was no room."""
+        waiting = {
+            group: [entry for entry in blocks if entry.group == group] for group in self._groups
+        }
         while any(waiting.values()):
             if not evicted and self._under_way >= self._most:
                 break
             batch = {group: listed[:BATCH] for group, listed in waiting.items()}
             rows, count = gather(
-                self._engine, {group: [one.block for one in each] for group, each in batch.items()}
+                self._engine,
+                {group: [entry.block for entry in each] for group, each in batch.items()},
             )
             waiting = {group: listed[BATCH:] for group, listed in waiting.items()}
-            placed = [(i, one) for each in batch.values() for i, one in enumerate(each)]
+            placed = [(i, entry) for each in batch.values() for i, entry in enumerate(each)]
             size = rows_nbytes(rows)
             with self._lock:
                 self._under_way += size
-            self._saving.update(one.key for _, one in placed)
+            self._saving.update(entry.key for _, entry in placed)
             self._run(partial(self._store, rows, count, placed, size, evicted))
-        return [one for listed in waiting.values() for one in listed]
+        return [entry for listed in waiting.values() for entry in listed]
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
@@ -148,13 +151,13 @@ class BlockSaver:
         """Waits for a copy and stores its blocks; on the writer's thread."""
         try:
             arrays = on_host(rows)
-            for row, one in placed:
-                content = block_bytes_of(arrays, one.group, row, count)
-                self._stores.put(one.key, content, evicted=evicted)
+            for row, entry in placed:
+                content = block_bytes_of(arrays, entry.group, row, count)
+                self._stores.put(entry.key, content, evicted=evicted)
         except Exception as error:  # blocks that are not saved are computed again
             _log.warning("blocks of the cache were not saved: %s", error)
         finally:
-            self._saving.difference_update([one.key for _, one in placed])
+            self._saving.difference_update([entry.key for _, entry in placed])
             with self._lock:
                 self._under_way -= size
 
@@ -163,7 +166,7 @@ class BlockSaver:
         self._run(partial(self._stores.touch, keys))
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Removes blocks from all stores, also those on their way there."""
+        """Remove blocks from all stores, also those on their way there."""
         self.wait()
         self._stores.forget(keys)
 

@@ -1,4 +1,4 @@
-"""Cache identity: all that the content of a KV cache block depends on beside its tokens."""
+"""Cache identity: everything besides its tokens that a KV cache block's content depends on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jinfer.version import __version__
 
 _FORMAT = 1  # change where the same block would get other bytes
 # Packages that read and convert weights, and divide models among devices.
-_BESIDE = ("loader", "parallel")
+_FURTHER = ("loader", "parallel")
 
 
 def cache_identity(programs: CompiledPrograms, weights: str) -> str:
-    """A digest that is equal only where the same tokens give the same bytes in a block.
+    """A digest that is equal only if the same tokens give the same bytes in a block.
 
     Args:
-        weights: what the weights were read from, and how they are stored.
+        weights: a digest of the weights' files and formats.
     """
     made_with = (
-        *(_FORMAT, BLOCK, __version__, code_version(*_BESIDE), surroundings(), weights),
+        *(_FORMAT, BLOCK, __version__, code_version(*_FURTHER), surroundings(), weights),
         *(programs.model.described(), repr(programs.sizes.kv_cache), programs.abstract_rows(1)),
     )
     return hashlib.sha256(repr(made_with).encode()).hexdigest()

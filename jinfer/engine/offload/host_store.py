@@ -41,19 +41,19 @@ class HostStore:
                 self.nbytes -= len(self._contents.popitem(last=False)[1])
 
     def touch(self, keys: Iterable[str]) -> None:
-        """Makes contents the last ones to give way, the last key the very last."""
+        """Make contents the last ones to give way, the last key the very last."""
         with self._lock:
             for key in keys:
                 if key in self._contents:
                     self._contents.move_to_end(key)
 
     def forget(self, key: str) -> None:
-        """Removes a content."""
+        """Remove a content."""
         with self._lock:
             self.nbytes -= len(self._contents.pop(key, b""))
 
     def clear(self) -> None:
-        """Removes all."""
+        """Remove all."""
         with self._lock:
             self._contents.clear()
             self.nbytes = 0

@@ -71,7 +71,7 @@ class Stores:
             self.disk.touch(keys)
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Removes blocks."""
+        """Remove blocks."""
         for key in keys:
             for store in (self.host, self.disk):
                 if store is not None:

@@ -76,7 +76,7 @@ class PrefixOffload:
             self._saver.touch([block_key(g, d) for d in used for g in self._groups])
 
     def forget(self, blocks: Iterable[tuple[str, bytes]]) -> None:
-        """Removes blocks, given as group and hash, from all stores."""
+        """Remove blocks, given as group and hash, from all stores."""
         self._saver.forget([block_key(*one) for one in blocks])
 
     def reset(self) -> None:

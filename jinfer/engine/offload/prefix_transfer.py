@@ -70,13 +70,13 @@ def prefix_of_slot(engine: Engine, slot: int) -> tuple[bytes, list[int]]:
 
 
 def erase_slot(engine: Engine, slot: int) -> int:
-    """Removes what device and offload have of a slot's sequence; returns its number of tokens.
+    """Remove a slot's sequence from device and offload; return its number of tokens.
 
     Blocks that running sequences share stay.
     """
     seed, tokens = prefix_of_slot(engine, slot)
-    for one in reversed(blocks_of_slot(engine, slot)):
-        pool_of(engine.scheduler.blocks, one.group).forget(one.block)
+    for saved in reversed(blocks_of_slot(engine, slot)):
+        pool_of(engine.scheduler.blocks, saved.group).forget(saved.block)
     if engine.offload is not None:
         groups = row_groups(engine.model.caches)
         digests = [chain_hash(before, part) for before, part in _parts(seed, tokens)]
@@ -103,12 +103,12 @@ def read_blocks(
         Each block with its row, and what `gather` gives; None if none is left.
     """
     placed, ids = list[tuple[int, CachedBlock]](), dict[str, list[int]]()
-    for one in listed:
-        has = pool_of(engine.scheduler.blocks, one.group).content(one.block)
-        same = has is not None and (has.before, has.tokens[: len(one.tokens)]) == one[2:]
+    for saved in listed:
+        has = pool_of(engine.scheduler.blocks, saved.group).content(saved.block)
+        same = has is not None and (has.before, has.tokens[: len(saved.tokens)]) == saved[2:]
         if same:
-            placed.append((len(ids.setdefault(one.group, [])), one))
-            ids[one.group].append(one.block)
+            placed.append((len(ids.setdefault(saved.group, [])), saved))
+            ids[saved.group].append(saved.block)
     return (placed, *gather(engine, ids)) if placed else None
 
 
@@ -117,9 +117,9 @@ def contents_of(
 ) -> Iterator[SavedBlock]:
     """The blocks that were read; waits for them. Not on the engine's thread."""
     arrays = on_host(rows)
-    for row, one in placed:
-        content = block_bytes_of(arrays, one.group, row, count)
-        yield SavedBlock(one.group, one.before, one.tokens, content)
+    for row, saved in placed:
+        content = block_bytes_of(arrays, saved.group, row, count)
+        yield SavedBlock(saved.group, saved.before, saved.tokens, content)
 
 
 def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str, int]) -> bool:
@@ -134,32 +134,32 @@ def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str
     blocks, room = engine.scheduler.blocks, True
     contents: dict[str, dict[int, bytes]] = {}
     taken: list[tuple[SavedBlock, int]] = []
-    for one in listed:
-        if _is_cached(blocks, one):
+    for saved in listed:
+        if _is_cached(blocks, saved):
             continue
-        pool, before = pool_of(blocks, one.group), entered.get(one.group, 0)
+        pool, before = pool_of(blocks, saved.group), entered.get(saved.group, 0)
         block = pool.allocate() if pool.available > before else None
         if block is None:
             room = False
             break
-        taken.append((one, block))
-        contents.setdefault(one.group, {})[block] = one.content
+        taken.append((saved, block))
+        contents.setdefault(saved.group, {})[block] = saved.content
     if not taken:
         return room
     try:
         scatter(engine, contents)
     except BaseException:
-        for one, block in taken:
-            pool_of(blocks, one.group).release(block)
+        for saved, block in taken:
+            pool_of(blocks, saved.group).release(block)
         raise
-    for one, block in taken:
-        enter(blocks, one.group, block, one.before, one.tokens)
-        entered[one.group] = entered.get(one.group, 0) + 1
+    for saved, block in taken:
+        enter(blocks, saved.group, block, saved.before, saved.tokens)
+        entered[saved.group] = entered.get(saved.group, 0) + 1
     return room
 
 
-def _is_cached(blocks: BlockManager, one: SavedBlock) -> bool:
-    pool = pool_of(blocks, one.group)
+def _is_cached(blocks: BlockManager, saved: SavedBlock) -> bool:
+    pool = pool_of(blocks, saved.group)
     if isinstance(pool, StatePool):
-        return pool.has([one.before], one.tokens)
-    return pool.lookup_partial(one.before, one.tokens)[0] == len(one.tokens)
+        return pool.has([saved.before], saved.tokens)
+    return pool.lookup_partial(saved.before, saved.tokens)[0] == len(saved.tokens)

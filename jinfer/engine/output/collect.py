@@ -33,7 +33,7 @@ class Completions(list[Completion]):
         )
 
     def _repr_html_(self) -> str:
-        from jinfer.engine.output.completions_html import completions_html
+        from jinfer.html.completions_html import completions_html
 
         return completions_html(self)
 

@@ -136,7 +136,7 @@ class Completion:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks; tokens are shaded if there are log-probabilities."""
-        from jinfer.engine.output.completions_html import completions_html
+        from jinfer.html.completions_html import completions_html
 
         return completions_html([self])
 

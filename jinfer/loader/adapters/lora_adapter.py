@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
-from jinfer.guard.sandboxed_process import SandboxError
 from jinfer.loader.adapters.peft_patterns import first_matches
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.loader.checkpoint.mapped_file import parse_object
 from jinfer.loader.checkpoint.open import open_pickle
 from jinfer.loader.checkpoint.safetensors import open_safetensors
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
+from jinfer.sandbox.sandboxed_process import SandboxError
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jinfer.guard.sandboxed_process import SandboxedProcess
+from jinfer.sandbox.sandboxed_process import SandboxedProcess
 
 _MEMORY = 1 << 30
 _SECONDS = 2.0  # seconds of the processor, for all names

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
+from jinfer.sandbox.sanitize import sanitized
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),

@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import dangling_link
 from jinfer.loader.checkpoint.checkpoint_reader import (
     ZIP_MAGIC,
     Checkpoint,
@@ -28,6 +27,7 @@ from jinfer.loader.checkpoint.mapped_file import (
 from jinfer.loader.checkpoint.native_checkpoint import as_native
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.loader.checkpoint.safetensors import open_safetensors
+from jinfer.sandbox.safe_files import dangling_link
 
 Reader = Callable[[Path], Checkpoint]
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from jinfer.guard.safe_files import read_regular_file
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES, CheckpointError, Tensor
 from jinfer.loader.checkpoint.mapped_file import (
     MAX_JSON_BYTES,
@@ -39,6 +38,7 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     check_version,
     parse_native,
 )
+from jinfer.sandbox.safe_files import read_regular_file
 
 if TYPE_CHECKING:
     import jax

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_files import architecture_of, format_table
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 
 MAX_CONFIG_BYTES = 64 << 20
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.config.config_json import read_json, read_json_value
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.sandbox.safe_files import path_exists
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 
 
 class SourceError(ValueError):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint import Checkpoint, Tensor
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.ggml_types import BLOCKS, PLAIN, decode
 from jinfer.loader.checkpoint.mapped_file import release
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
+from jinfer.sandbox.sanitize import sanitized
 
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel

@@ -1,16 +1,14 @@
-"""SVG drawing of a model: its stacks, from the stem through each kind of layer to the head.
-
-Independent of the viewer's fonts: all text is monospaced, so the widths of boxes are known. It has
-its own colours, light and dark, and a background, so it is readable on any page.
-"""
+"""Drawing of a model: its stacks, from the stem through each kind of layer to the head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from typing import Any, Protocol
 
+from jinfer.html.html_table import table_html
+from jinfer.html.svg_drawing import CHARACTER, svg
 from jinfer.modelspec.blocks import (
     AttentionSpec,
     Block,
@@ -22,25 +20,22 @@ from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.view.block_labels import block_label, shortened
 from jinfer.modelspec.view.formula_graph import FormulaGraph, GraphNode, formula_graph
 
-CHARACTER = 7.3  # width at font size 12; monospaced fonts have 0.55 to 0.602 of their size
 _LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
 _MARGIN, _TITLE = 18.0, 30.0
 _STYLE = """
-.jf text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
-.jf .name{font-weight:600}.jf .soft{fill:#5c636d}
-.jf .page{fill:#fcfcfb}.jf .frame{fill:#f3f4f5;stroke:#d5d8dc}
+.jf .frame{fill:#f3f4f5;stroke:#d5d8dc}
 .jf .box{fill:#fff;stroke:#8a8f98}.jf .attention{fill:#e6eef7;stroke:#6b8fb5}
 .jf .feed{fill:#eaf3e8;stroke:#7fa677}.jf .norm{fill:#f7f1e1;stroke:#b8a468}
 .jf .chip{fill:#ececee;stroke:#a9adb4}.jf .op{fill:#fff;stroke:#3d5a80;stroke-width:1.5}
 .jf .wire{fill:none;stroke:#8a8f98;stroke-width:1.3}.jf .tip{fill:#8a8f98}
 .jf .main{fill:none;stroke:#3d5a80;stroke-width:3}.jf .maintip{fill:#3d5a80}
-@media (prefers-color-scheme:dark){
-.jf text{fill:#e4e6e9}.jf .soft{fill:#a9b0ba}
-.jf .page{fill:#1d1f22}.jf .frame{fill:#26292d;stroke:#43484f}
+"""
+_DARK = """
+.jf .frame{fill:#26292d;stroke:#43484f}
 .jf .box{fill:#2f3338;stroke:#7d848e}.jf .attention{fill:#27384a;stroke:#6b8fb5}
 .jf .feed{fill:#2a3a2a;stroke:#7fa677}.jf .norm{fill:#3d3826;stroke:#b8a468}
 .jf .chip{fill:#33373c;stroke:#6b717a}.jf .op{fill:#1d1f22;stroke:#8fb0d6}
-.jf .main{stroke:#8fb0d6}.jf .maintip{fill:#8fb0d6}}
+.jf .main{stroke:#8fb0d6}.jf .maintip{fill:#8fb0d6}
 """
 
 
@@ -73,6 +68,24 @@ class Drawable(Protocol):
     def stacks(self) -> Sequence[StackSpec]: ...
 
 
+class HtmlViewable(Drawable, Protocol):
+    """The part of a `ModelSpec` that `spec_html` shows."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def dims(self) -> Mapping[str, Any]: ...
+
+
+def spec_html(spec: HtmlViewable) -> str:
+    """HTML of the model's type, sizes and wiring, for notebooks."""
+    sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
+    heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"
+    return f"<div>{heading}{table_html(('size', 'value'), sizes)}{draw_model(spec)}</div>"
+
+
 def draw_model(spec: Drawable) -> str:
     """The model as an SVG document, with its stacks side by side."""
     parts, x, height = [], _MARGIN, 0.0
@@ -80,13 +93,8 @@ def draw_model(spec: Drawable) -> str:
         drawing, w, h = _draw_stack(spec, stack, x)
         parts += drawing
         x, height = x + w + _MARGIN, max(height, h)
-    size = f'width="{x:.0f}" height="{height:.0f}" viewBox="0 0 {x:.0f} {height:.0f}"'
-    names = " and ".join(stack.name for stack in spec.stacks)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="jf" role="img" {size}>'
-        f"<title>Wiring of the {names}</title><style>{_STYLE}</style>"
-        f'<rect class="page" width="{x:.0f}" height="{height:.0f}"/>' + "".join(parts) + "</svg>"
-    )
+    title = f"Wiring of the {' and '.join(stack.name for stack in spec.stacks)}"
+    return svg("jf", x, height, "".join(parts), style=_STYLE, dark=_DARK, title=title)
 
 
 def distinct_layers(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:

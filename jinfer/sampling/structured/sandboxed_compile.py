@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 
 TRIAL_SECONDS = 2  # of the processor
 TRIAL_BYTES = 2 << 30

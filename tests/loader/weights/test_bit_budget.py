@@ -120,7 +120,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Entries of the cache are for one number of bits."""
     convert(str(MODEL), tmp_path / "out", keys("5 bits"), tokens=512)
     assert 4.7 < bits_per_weight(LLM(tmp_path / "out")) <= 5
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "kept")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "kept")
     monkeypatch.setattr("jinfer.loader.weights.plan_weights.TOKENS", 256)
     for bits in (6, 4.5, 4.5):
         assert bits - 0.3 < bits_per_weight(LLM(MODEL, **keys(f"{bits} bits"))) <= bits
