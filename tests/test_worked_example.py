@@ -13,8 +13,8 @@ import pytest
 
 import jinfer.modelspec.spec_files
 from jinfer import LLM
+from jinfer.cli.inspect.inspect_checkpoint import main
 from jinfer.modelspec.spec_files import specs_folder
-from tools.inspect import main
 
 from .families import gptj
 from .families.tiny import close

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
@@ -41,8 +42,6 @@ from kernels_pallas import (
     matmul,
 )
 from kernels_pallas.attention.kv_layout import TOKENS
-
-from .run_main import run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default

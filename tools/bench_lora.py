@@ -21,11 +21,10 @@ import numpy as np
 from jinfer import LLM, SamplingParams
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import overrides_of, run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.toml_tables import merge
 from jinfer.opening.open_model import open_files
-
-from .run_main import overrides_of, run, write_json
 
 PLAIN, UNUSED, USED = "plain", "unused", "used"
 _PROMPT = 4  # tokens
@@ -67,7 +66,7 @@ def rate(llm: LLM, adapters: Sequence[str | None], tokens: int) -> float:
 def _measure(options: argparse.Namespace) -> int:
     path = open_files(options.source, {}).weights
     if open_checkpoint(path).format != "gguf":
-        raise CheckpointError(path, "is no GGUF file; write one with jinfer bench models")
+        raise CheckpointError(path, "is no GGUF file; write one with tools/bench_models.py")
     room = {"engine": {"max_adapters": options.adapters, "max_adapter_rank": options.rank}}
     given = merge({"engine": {"context": 512}}, overrides_of(options.set))
     names = [f"adapter{number}" for number in range(options.adapters)]

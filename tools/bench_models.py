@@ -14,15 +14,13 @@ from typing import Any, Protocol
 
 import gguf
 import numpy as np
-from gguf.quants import QuantError, quantize
 
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish, packed_rows
+from jinfer.cli.run_command import check_writable, run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.opening.open_model import open_files
-
-from .output_files import check_writable
-from .run_main import run
 
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64
@@ -240,7 +238,7 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
             continue
         rows = rng.standard_normal((_MADE_UP_ROWS, size[-1]), np.float32) * np.float32(deviation)
         kind = gguf.GGMLQuantizationType[type_name]
-        packed = _packed(name, rows, type_name)
+        packed = packed_rows(name, rows, type_name)
         values = experts.get(size)
         if values is None:
             values = np.resize(packed, (*size[:-1], packed.shape[1]))
@@ -248,59 +246,6 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
             experts[size] = values
         writer.add_tensor(name, values, raw_dtype=kind)
     finish(writer)
-
-
-def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
-    """Adds a tensor: a matrix in the type, a vector in float32."""
-    if values.ndim == 1:
-        writer.add_tensor(name, values)
-        return
-    kind = gguf.GGMLQuantizationType[type_name]
-    writer.add_tensor(name, _packed(name, values, type_name), raw_dtype=kind)
-
-
-def _packed(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
-    try:
-        return quantize(values, gguf.GGMLQuantizationType[type_name])
-    except QuantError:
-        reason = f"rows of {values.shape[-1]} are no whole blocks of {type_name}"
-        raise CheckpointError(name, reason) from None
-
-
-def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Copies another file's metadata, except what the writer sets itself."""
-    for key, value in metadata.items():
-        if key not in ("general.architecture", "general.file_type") and key[:5] != "GGUF.":
-            _add(writer, key, value)
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Adds a metadata value, in the type it was read as."""
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else list(value))
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file, which is renamed to its final name when complete."""
-    out = Path(writer.path or "")
-    part = out.with_name(f".{out.name}.part")
-    try:
-        writer.write_header_to_file(part)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,9 +18,9 @@ from typing import Any
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run
 
 from .bench_kernels import write
-from .run_main import run
 
 PROMPT = 150  # tokens
 ANSWER = 64

@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.inspect.match_checkpoint import CheckpointMatch, describe
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.propose.checkpoint_layers import module_name
+from jinfer.cli.propose.propose_spec import draft
+from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.opening.open_model import open_files
-
-from .checkpoint_layers import module_name
-from .draft_spec import draft
-from .match_checkpoint import CheckpointMatch, describe
-from .run_main import run
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 TOLERANCE = 2e-4

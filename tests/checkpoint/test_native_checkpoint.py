@@ -17,6 +17,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.checkpoint.native_checkpoint import ALIGNMENT, NativeCheckpoint
 from jinfer.checkpoint.safetensors import open_safetensors
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
@@ -25,7 +26,6 @@ from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.tensor_mapping import LoadError
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, in_metadata, leaves
-from tools.quantize import convert
 
 
 @pytest.mark.parametrize(

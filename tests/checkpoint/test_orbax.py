@@ -20,9 +20,9 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.native_checkpoint import native_metadata
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
+from jinfer.cli.quantize.quantize_checkpoint import convert
+from jinfer.cli.quantize.write_native import CHUNK_BYTES, OrbaxWriter
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
-from tools.quantize import convert
-from tools.write_native import CHUNK_BYTES, OrbaxWriter
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,12 +15,12 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.tensor_mapping import LoadError
 from tests.checkpoint.converting import MODEL, SMALL, check_equal, in_metadata, leaves
-from tools.quantize import convert
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.checkpoint import open_checkpoint
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening import generation_config
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.opening.sources import SourceError
-from tools.quantize import convert
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWING: dict[str, Any] = {

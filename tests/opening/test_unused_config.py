@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.inspect.inspect_checkpoint import main
+from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.opening.open_model import open_model
 from jinfer.opening.unused_config import consequences
 from tests.families.gguf_files import write_gguf
 from tests.families.test_scaled_families import LATENT, latent_shapes
 from tests.families.tiny import random_tensors, write
-from tools.inspect import main
-from tools.match_checkpoint import describe
 
 from .resolving import resolved
 

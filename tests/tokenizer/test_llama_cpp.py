@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from jinfer.checkpoint.gguf import open_gguf
+from jinfer.cli.bench.llama_peer import ask
 from jinfer.tokenizer import Tokenizer, load_tokenizer
-from tools.llama_peer import ask
 
 TEXTS = 300
 NAMES = (

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quality import bits_per_weight
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_model import open_model
 from jinfer.quant import QuantizedTensor
@@ -23,8 +25,6 @@ from jinfer.weights.divergence_cost import divergence_costs
 from jinfer.weights.format_choice import choose
 from jinfer.weights.layer_forward import LayerwiseForward
 from jinfer.weights.storage_plan import choose_storages
-from tools.quality import bits_per_weight
-from tools.quantize import convert
 
 from .test_layerwise_gptq import opened, texts
 

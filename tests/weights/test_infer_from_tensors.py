@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import Tensor, open_checkpoint
+from jinfer.cli.inspect.match_checkpoint import describe
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.modelspec.blocks import SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
@@ -21,8 +23,6 @@ from jinfer.opening.resolve_model import resolve_model
 from jinfer.weights.row_reader import same_values
 from jinfer.weights.tensor_mapping import LoadError, find_origins
 from tests.families.gguf_files import write_gguf
-from tools.match_checkpoint import describe
-from tools.quantize import convert
 
 from .loading import lazy
 

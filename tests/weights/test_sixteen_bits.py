@@ -12,6 +12,7 @@ import pytest
 from jinfer import LLM
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.cli.quantize.quantize_checkpoint import main as quantize
 from jinfer.cpu.build_library import isa, lowered_isa
 from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
@@ -23,7 +24,6 @@ from jinfer.weights.tensor_mapping import find_origins
 from tests.cpu.helpers import BF16
 from tests.weights import loading
 from tests.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
-from tools.quantize import main as quantize
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]
