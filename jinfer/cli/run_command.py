@@ -21,7 +21,7 @@ from jinfer.ops.disable_kernels import SwitchError
 from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout
 
-_FLAGS = ("json", "svg", "html", "draft")  # that name a file to write
+_FLAGS = ("json", "svg", "html", "propose_spec", "draft")  # that name a file to write
 _STDOUT = "-"
 
 

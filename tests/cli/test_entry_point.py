@@ -76,7 +76,7 @@ def test_a_script_of_the_source_tree(script: str) -> None:
     command = [sys.executable, "-m", f"tools.{script}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: python -m tools.{script} [-h] ")
+    assert done.stdout.startswith(f"usage: python -m tools.{script} [-h]")
 
 
 def test_former_commands_name_their_scripts() -> None:

@@ -16,7 +16,7 @@ from jinfer import LLM
 from jinfer.cli.inspect.inspect_checkpoint import main
 from jinfer.cli.inspect.inspect_report import proposals
 from jinfer.cli.inspect.match_checkpoint import describe
-from jinfer.cli.propose.propose_spec import draft
+from jinfer.cli.propose.propose_spec import propose_spec
 from jinfer.cli.quantize.quantize_checkpoint import convert
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -130,17 +130,17 @@ def test_one_missing_tensor_and_one_extra(tmp_path: Path) -> None:
     assert not found.missing
 
 
-def test_an_unknown_architecture_is_drafted_and_the_draft_loads(
+def test_a_spec_proposed_for_an_unknown_architecture_has_the_right_logits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The draft of a plain decoder is right as it stands: its logits are the golden's."""
+    """That of a plain decoder needs no change."""
     folder = changed(tmp_path / "unknown", lambda t: None, "SomethingNewForCausalLM")
     text = printed(capsys, folder)
     assert "no family is known for SomethingNewForCausalLM" in text
     assert "model.layers.{0..2}.self_attn.q_proj.weight" in text
-    _, _, draft = text.partition("A first draft, to save as a .toml:\n")
+    _, _, proposed = text.partition("A proposed specification, to save as a .toml:\n")
     spec = tmp_path / "something_new.toml"
-    spec.write_text('weights = "unknown"\n' + draft)
+    spec.write_text('weights = "unknown"\n' + proposed)
     with np.load(GOLDENS / "llama2" / "expected.npz") as expected:
         asked = expected["input_ids"][0][expected["attention_mask"][0] > 0].tolist()
         wanted = expected["logits"][0][: len(asked)]
@@ -148,26 +148,28 @@ def test_an_unknown_architecture_is_drafted_and_the_draft_loads(
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
 
 
-def test_a_draft_is_written_beside_its_weights_and_never_over_a_file(
+def test_a_proposed_spec_is_written_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also for a checkpoint whose family is known: a variant of it starts from there."""
     folder = changed(tmp_path / "weights", lambda t: None)
     file = tmp_path / "mine.toml"
-    text = printed(capsys, folder, "--draft", file)
+    text = printed(capsys, folder, "--propose-spec", file)
     assert text.endswith(
-        f"A first draft is in {file}.\n\nEvery parameter has its tensor, "
+        f"A proposed specification is in {file}.\n\nEvery parameter has its tensor, "
         "and every tensor its place.\n"
     )
     assert 'weights = "weights"\n' in file.read_text()
     assert describe(file, {}).fits
     file.write_text("# changed by hand")
-    assert main([str(folder), "--draft", str(file)]) == 2
-    assert "mine.toml: --draft: is there already" in capsys.readouterr().err
+    assert main([str(folder), "--draft", str(file)]) == 2  # the former name of the flag
+    error = capsys.readouterr().err
+    assert error.startswith("note: --draft is now called --propose-spec\n")
+    assert "mine.toml: --propose-spec: is there already" in error
     assert file.read_text() == "# changed by hand"
 
 
-def test_a_draft_reads_what_config_json_says_and_lists_the_rest(tmp_path: Path) -> None:
+def test_a_proposed_spec_reads_config_json_and_lists_unread_keys(tmp_path: Path) -> None:
     folder = changed(tmp_path, lambda t: None, "SomethingNewForCausalLM")
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -179,11 +181,11 @@ def test_a_draft_reads_what_config_json_says_and_lists_the_rest(tmp_path: Path) 
     config["intermediate_size"] = None
     (folder / "config.json").write_text(json.dumps(config))
     found = describe(folder, {"family": "llama"})
-    lines = draft(found.opened).splitlines()
+    lines = propose_spec(found.opened).splitlines()
     assert 'rotary_dim   = "floor(head_dim * $partial_rotary_factor) | head_dim"' in lines
     assert 'intermediate = "$intermediate_size | 112"' in lines
     assert any(line.startswith("attn ") and 'dim = "rotary_dim"' in line for line in lines)
-    _, _, rest = draft(found.opened).partition("# config.json also says, and nothing here reads:\n")
+    _, _, rest = propose_spec(found.opened).partition("which nothing here reads:\n")
     assert "#   some_scale = 0.1\n#   odd\\nkey = [1]\n" in rest
     assert all(line.startswith("#   ") for line in rest.splitlines())
     assert "partial_rotary_factor" not in rest
@@ -205,34 +207,13 @@ def test_lines_are_proposed_where_only_some_of_a_module_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "gguf_llama2", "mixtral", "bloom", "phi2"])
-def test_drafts_name_most_tensors(name: str) -> None:
-    """What a draft maps is what the family maps, as far as it maps it."""
+def test_a_proposed_spec_names_most_tensors(name: str) -> None:
+    """Its lines of [tensors] are those of the family."""
     found = describe(GOLDENS / name, {})
     assert found.spec is not None
-    lines = [line for line in draft(found.opened).splitlines() if line.startswith('"')]
+    lines = [line for line in propose_spec(found.opened).splitlines() if line.startswith('"')]
     right = sum(1 for line in lines if _agrees(line, found.spec.tensors.entries))
     assert right >= 0.8 * len(lines) > 6
-
-
-def test_a_draft_tells_state_blocks_from_attention(tmp_path: Path) -> None:
-    """A hybrid: attention in one layer, and in the others blocks of a kind that nobody knows."""
-
-    def change(tensors: Tensors) -> None:
-        for name in [n for n in tensors if ".self_attn." in n and ".layers.1." not in n]:
-            del tensors[name]
-        for i, block in ((0, "linear_attn"), (2, "self_attn")):
-            for part in ("A_log", "dt_bias", "conv1d.weight", "in_proj.weight", "out_proj.weight"):
-                tensors[f"model.layers.{i}.{block}.{part}"] = np.zeros((4, 4), np.float32)
-
-    found = describe(changed(tmp_path, change, "HybridForCausalLM"), {})
-    text = draft(found.opened)
-    assert '"decoder.{i}.attn.o" = "model.layers.{i}.self_attn.o_proj"' in text
-    assert ' = "model.layers.{i}.linear_attn.out_proj' not in text
-    assert '# no name found for "model.layers.{i}.linear_attn.out_proj", 4 x 4\n' in text
-    parts = "A_log, conv1d, dt_bias, in_proj, out_proj"
-    for block in ("linear_attn", "self_attn"):
-        known = f"model.layers.{{i}}.{block} keeps a state, and is no block that is known: {parts}"
-        assert f"#   {known}\n" in text
 
 
 def _agrees(line: str, entries: Any) -> bool:
@@ -331,7 +312,7 @@ def test_drawing_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
         (["{empty}"], "holds no checkpoint"),
         (["{llama2}", "--set", "x"], "key=value"),
         (["{unknown}", "--svg", "{empty}/x.svg"], "nothing to draw"),
-        (["{llama2}", "--draft", "{empty}/none/x.toml"], "there is no folder"),
+        (["{llama2}", "--propose-spec", "{empty}/none/x.toml"], "there is no folder"),
         (["{llama2}", "--json", "{empty}/none/x.json"], "there is no folder"),
     ],
 )
@@ -357,7 +338,7 @@ def test_a_specification_beside_its_weights(
     assert "llama (named by the specification)" in text
 
 
-def test_many_tensors_are_drafted_in_linear_time(
+def test_the_time_of_a_proposal_is_linear_in_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 20,000 it took minutes."""

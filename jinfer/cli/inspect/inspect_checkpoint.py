@@ -19,7 +19,7 @@ from typing import Any
 from jinfer.cli.inspect.inspect_report import to_html, to_json, to_text
 from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.propose.propose_spec import draft
+from jinfer.cli.propose.propose_spec import propose_spec
 from jinfer.cli.run_command import overrides_of, run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_errors import SpecError
@@ -29,21 +29,22 @@ from jinfer.parallel.cost_model import HARDWARE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; returns its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Prints what a checkpoint is and which tensor is which parameter.",
+        description="Prints a checkpoint's format, family, sizes, and each tensor's parameter.",
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--partition", metavar="DEVICES", help='show who has what: "0&1;2&3", "auto"')
-    add("--on", choices=sorted(HARDWARE), default="a100", help="estimate steps for this (a100)")
-    add("--draft", metavar="FILE", help="write a first draft of a specification (.toml)")
+    add("--partition", metavar="DEVICES", help='show the shard of each device: "0&1;2&3", "auto"')
+    add("--on", choices=sorted(HARDWARE), default="a100", help="hardware of the estimate (a100)")
+    add("--propose-spec", metavar="FILE", help="write a first specification (.toml)")
+    add("--draft", metavar="FILE", help=argparse.SUPPRESS)  # its former name
     add("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
     add("--svg", metavar="FILE", help="write a drawing of the wiring")
     add("--html", metavar="FILE", help="write the report with the drawing as a page")
@@ -58,11 +59,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.svg and found.spec is None:
         raise SpecError(options.source, "--svg", f"nothing to draw: {found.problem}")
     if options.draft:
-        _write_draft(found.opened, options.source, Path(options.draft))
+        print("note: --draft is now called --propose-spec", file=sys.stderr)
+    file = options.propose_spec or options.draft
+    if file:
+        _write_spec(found.opened, options.source, Path(file))
     if options.json == "-":
         print(json.dumps(to_json(found), ensure_ascii=False, indent=1))
     else:
-        print(to_text(found, options.draft or ""))
+        print(to_text(found, file or ""))
     if options.json and options.json != "-":
         text = json.dumps(to_json(found), ensure_ascii=False, indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
@@ -86,15 +90,16 @@ def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def _write_draft(opened: ModelFiles, source: str, file: Path) -> None:
-    """Writes a draft with a path to its weights; never overwrites a file."""
+def _write_spec(opened: ModelFiles, source: str, file: Path) -> None:
+    """Write a proposed spec with a path to its weights; never overwrites a file."""
     weights = os.path.relpath(opened.weights.resolve(), file.resolve().parent)
-    text = draft(opened, source if "://" in source else weights)
+    text = propose_spec(opened, source if "://" in source else weights)
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError as error:
-        raise SpecError(file, "--draft", "is there already, and may have been changed") from error
+        reason = "is there already, and may have been changed"
+        raise SpecError(file, "--propose-spec", reason) from error
 
 
 if __name__ == "__main__":

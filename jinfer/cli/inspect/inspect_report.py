@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.cli.inspect.fold_names import fold, fold_names, pattern_of
 from jinfer.cli.inspect.match_checkpoint import CheckpointMatch, converted_facts
-from jinfer.cli.propose.checkpoint_layers import is_ignorable, leaf_of, module_name
-from jinfer.cli.propose.propose_spec import SAYS_NOTHING, draft
-from jinfer.cli.propose.tensor_roles import ProposedLine, propose, roles_of
+from jinfer.cli.propose.checkpoint_layers import NUMBER, is_ignorable, leaf_of, module_name
+from jinfer.cli.propose.propose_spec import IRRELEVANT, propose_spec
+from jinfer.cli.propose.tensor_roles import ProposedLine, propose_lines, roles_of
 from jinfer.modelspec.view.model_html import table_html as html_table
 from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
@@ -162,8 +161,8 @@ def unread(found: CheckpointMatch) -> list[str]:
     known = found.consequences
     rest = {key: value for key, value in found.unread.items() if key not in known}
     lines = [f"{key} = {_value(value)}  # {how}" for key, (value, how) in known.items()]
-    lines += [f"{k} = {_value(v)}" for k, v in rest.items() if not SAYS_NOTHING.fullmatch(k)]
-    plain = [key for key in rest if SAYS_NOTHING.fullmatch(key)]
+    lines += [f"{k} = {_value(v)}" for k, v in rest.items() if not IRRELEVANT.fullmatch(k)]
+    plain = [key for key in rest if IRRELEVANT.fullmatch(key)]
     return [*lines, f"of no consequence: {', '.join(plain)}"] if plain else lines
 
 
@@ -178,11 +177,11 @@ def _value(value: Any) -> str:
 
 def proposals(found: CheckpointMatch) -> list[ProposedLine]:
     """Proposed lines of `[tensors]` for missing parameters."""
-    return propose(found.unused, found.missing) if found.spec else []
+    return propose_lines(found.unused, found.missing) if found.spec else []
 
 
-def to_text(found: CheckpointMatch, drafted: str = "") -> str:
-    """The whole report; `drafted` is the file with the draft, if any."""
+def to_text(found: CheckpointMatch, proposed: str = "") -> str:
+    """Return the whole report; `proposed` is the file with the proposed spec, if any."""
     width = max(len(word) for word, _ in facts(found))
     parts = ["\n".join(f"{word:<{width}}  {value}" for word, value in facts(found))]
     if found.spec:
@@ -196,10 +195,11 @@ def to_text(found: CheckpointMatch, drafted: str = "") -> str:
         for heading, lines in _problems(found).items()
         if lines
     ]
-    if drafted:
-        parts.append(f"A first draft is in {drafted}.")
+    if proposed:
+        parts.append(f"A proposed specification is in {proposed}.")
     elif found.spec is None:
-        parts.append(f"A first draft, to save as a .toml:\n\n{draft(found.opened)}".rstrip())
+        text = propose_spec(found.opened)
+        parts.append(f"A proposed specification, to save as a .toml:\n\n{text}".rstrip())
     if found.refused:
         named = ", ".join(found.consequences)
         parts.append(f'Refused for {named}; trust_config = "warn" goes on without.')
@@ -272,7 +272,7 @@ def to_json(found: CheckpointMatch) -> dict[str, Any]:
         ],
         "wrong_shape": list(found.wrong),
         "proposed": [str(line) for line in proposals(found)],
-        "draft": None if spec else draft(found.opened),
+        "proposed_spec": None if spec else propose_spec(found.opened),
     }
 
 
@@ -288,10 +288,44 @@ def to_html(found: CheckpointMatch) -> str:
         if lines:
             parts.append(f"<h2>{escape(heading)}</h2><pre>{escape(chr(10).join(lines))}</pre>")
     if found.spec is None:
-        parts.append(f"<h2>A first draft</h2><pre>{escape(draft(found.opened))}</pre>")
+        parts.append(
+            f"<h2>A proposed specification</h2><pre>{escape(propose_spec(found.opened))}</pre>"
+        )
     title = escape(str(found.opened.path.name))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<body style="font-family:system-ui,sans-serif;color-scheme:light dark;margin:24px">'
         f"<h1>{title}</h1>{''.join(parts)}</body></html>\n"
     )
+
+
+def fold[T](
+    items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable]
+) -> list[tuple[str, list[T]]]:
+    """Group items whose names differ only in numbers and whose keys are equal, in order.
+
+    Returns:
+        (folded name, items) of each group.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault((pattern_of(name(item)), key(item)), []).append(item)
+    return [(_filled([name(item) for item in group]), group) for group in groups.values()]
+
+
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Fold names that differ only in numbers: `layers.{0..29}.attn.q`."""
+    return [name for name, _ in fold(names, lambda name: name, lambda name: None)]
+
+
+def pattern_of(name: str) -> tuple[str, ...]:
+    """Split a name at the numbers that are whole parts of it."""
+    return tuple(NUMBER.split(name))
+
+
+def _filled(names: list[str]) -> str:
+    """Names of one pattern as one, with the ranges of their numbers, slot by slot."""
+    found = [list(map(int, NUMBER.findall(name))) for name in names]
+    slots = [sorted(set(numbers)) for numbers in zip(*found, strict=True)]
+    texts = iter(str(s[0]) if len(s) == 1 else f"{{{numbers_text(s)}}}" for s in slots)
+    return NUMBER.sub(lambda number: next(texts), names[0])

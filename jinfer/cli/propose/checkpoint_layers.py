@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jinfer.checkpoint import Tensor
-from jinfer.cli.inspect.fold_names import numbered
 
 type Shape = tuple[int, ...]
 
+NUMBER = re.compile(r"(?:(?<=[.\[])|^)\d+(?=[.\]]|$)")
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 _STANDARD = {"gamma": "weight", "beta": "bias"}
-_IGNORED = re.compile(
+_BUFFER = re.compile(
     r"(.*[._])?(inv_freq|masked_bias|position_ids|causal_mask|token_type_ids|slope_rate"
     r"|(query|key|diagonal)_decay|act_fn\.(beta|eps)"
     r"|attn_mask|expert_bias_update|tokens_per_expert|cos_cached|sin_cached)"
 )
-_INSIDE = re.compile(r"\w+\.\d+\.")
-_LISTED = re.compile(r"((?:\w+\.)*?)(\w+)\.\{i\}((?:\..+)?)")
 # Stacks of other modes than text, and heads that predict further tokens: not the model's layers.
 _OTHER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp|image\w*|\w*projector)\.")
+# Modules that layer 0 may have for all layers.
+_SHARED = re.compile(r"(?:.*?\.)?(\d+)\.(?:.*\.)?(?:relative_attention_bias|pre_ln)(?:\.\w+)?")
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Part:
     Attributes:
         name: without weight or bias, the layer's number as {i} and an expert's as {e}.
         inner: its name in the layer, or the whole name outside of layers.
-        leaves: "weight", "bias" or, for a tensor that says neither, "" -> its shape.
+        leaves: "weight", "bias" or, for a tensor whose name says neither, "" -> its shape.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Part:
 
     @property
     def shape(self) -> Shape:
-        """Of the weight, without axes of length 1 at the ends of a vector's or a convolution's."""
+        """The shape of the weight."""
         return self.leaves.get("weight", next(iter(self.leaves.values())))
 
     @property
     def vector(self) -> int:
-        """The size of a vector, whatever axes of length 1 it has; 0 if it is none."""
+        """The size of a vector, without axes of length 1; 0 for a matrix."""
         sizes = [size for size in self.shape if size != 1]
         return sizes[0] if len(sizes) == 1 else 1 if not sizes else 0
 
@@ -83,7 +83,7 @@ class CheckpointStack:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return sum(len(kind.layers) for kind in self.kinds)
 
     @property
@@ -110,116 +110,67 @@ class CheckpointLayers:
     ignored: Mapping[str, Part]
 
 
+def numbered(name: str, letters: str) -> str:
+    """Return a name with its numbers replaced by {i}, {e}, ... as a `[tensors]` table has them."""
+    left = list(letters)
+    return NUMBER.sub(lambda found: f"{{{left.pop(0)}}}" if left else found[0], name)
+
+
 def leaf_of(name: str) -> str:
-    """Whether the name is a "weight" or a "bias"; "" if it does not say."""
+    """Return "weight" or "bias", whichever the name ends with; else ""."""
     found = _LEAF.search(name)
     return _STANDARD.get(found[1], found[1]) if found else ""
 
 
 def module_name(name: str) -> str:
-    """A tensor's name without weight or bias, the layer's number as {i} and an expert's as {e}."""
+    """Return a tensor's name without weight or bias, its numbers as {i} and {e}."""
     module = _LEAF.sub("", name)
     return numbered(module, "ie" if re.search(r"experts?\.\d+(\.|$)", module) else "i")
 
 
 def is_ignorable(tensor: Tensor) -> bool:
-    """Whether it is a buffer that models do not need, such as a causal mask."""
-    return bool(_IGNORED.fullmatch(tensor.name)) or (
+    """Return whether it is a buffer that models do not need, such as a causal mask."""
+    return bool(_BUFFER.fullmatch(tensor.name)) or (
         len(tensor.shape) == 4 and tensor.name.endswith(".bias")
     )
 
 
 def layers_of(tensors: Iterable[Tensor], only: str = "") -> CheckpointLayers:
-    """The layers of a checkpoint's tensors.
+    """Return the layers of a checkpoint's tensors.
 
     Args:
-        only: what the one stack is, where the names do not decide that.
+        only: the name of the one stack, where the tensors' names do not tell.
     """
+    tensors = list(tensors)
     found: dict[str, dict[str, Part]] = {"ignored": {}, "elsewhere": {}, "outside": {}}
     layers: dict[str, dict[int, dict[str, Part]]] = {}
-    tensors = list(tensors)
-    once, split = _once(tensors), _split_lists(tensors)
+    numbers: dict[str, set[str]] = {}
+    for tensor in tensors:
+        if shared := _SHARED.fullmatch(tensor.name):
+            numbers.setdefault(module_name(tensor.name), set()).add(shared[1])
     for tensor in tensors:
         name, leaf = module_name(tensor.name), leaf_of(tensor.name)
         prefix, mark, inner = name.partition("{i}.")
-        before = prefix
-        if (listed := _LISTED.fullmatch(name)) and listed[1] in split:
-            before, mark = f"{listed[1]}{listed[2]}.", "{i}"
-            prefix, inner = listed[1], f"{listed[2]}{listed[3]}"
         if is_ignorable(tensor):
             place = "ignored"
         elif _OTHER.search(name):
             place = "elsewhere"
-        elif mark and name not in once:
-            number = int(tensor.name[len(before) :].partition(".")[0])
+        elif mark and numbers.get(name) != {"0"}:
+            number = int(tensor.name[len(prefix) :].partition(".")[0])
             parts = layers.setdefault(prefix, {}).setdefault(number, {})
-            part = parts.setdefault(inner, Part(name, inner))
-            part.leaves[leaf] = tensor.shape
+            parts.setdefault(inner, Part(name, inner)).leaves[leaf] = tensor.shape
             continue
         else:
-            place = "outside"
-            name = name.replace("{i}", "0")
+            place, name = "outside", name.replace("{i}", "0")
         found[place].setdefault(name, Part(name, name)).leaves[leaf] = tensor.shape
     chosen = _stacks(layers)
     if only and len(chosen) == 1:
         chosen = {only: next(iter(chosen.values()))}
-    for prefix, numbers in layers.items():
-        if prefix not in chosen.values():
-            for parts in numbers.values():
-                found["elsewhere"].update({part.name: part for part in parts.values()})
+    for prefix in layers.keys() - chosen.values():
+        for parts in layers[prefix].values():
+            found["elsewhere"].update({part.name: part for part in parts.values()})
     stacks = tuple(CheckpointStack(n, _kinds(layers[prefix])) for n, prefix in chosen.items())
     return CheckpointLayers(stacks, found["outside"], found["elsewhere"], found["ignored"])
-
-
-def repeated(layers: CheckpointLayers, count: int) -> CheckpointLayers:
-    """The same where a stack's only layer in the file is each of `count` layers (ALBERT)."""
-    stacks = []
-    for stack in layers.stacks:
-        if stack.count != 1:
-            stacks.append(stack)
-            continue
-        parts = stack.kinds[0].parts
-        inside = {found[0] if (found := _INSIDE.match(inner)) else "" for inner in parts}
-        start = inside.pop() if len(inside) == 1 else ""
-        number = str(stack.kinds[0].layers[0])
-        shared = {
-            inner.removeprefix(start): Part(
-                part.name.replace("{i}", number), inner.removeprefix(start), part.leaves
-            )
-            for inner, part in parts.items()
-        }
-        stacks.append(CheckpointStack(stack.name, (LayerKind(tuple(range(count)), shared),)))
-    return CheckpointLayers(tuple(stacks), layers.outside, layers.elsewhere, layers.ignored)
-
-
-def _once(tensors: Iterable[Tensor]) -> set[str]:
-    """Modules that layer 0 alone has for all layers, by their words."""
-    layers: dict[str, set[str]] = {}
-    for tensor in tensors:
-        name = module_name(tensor.name)
-        if re.search(r"\{i\}\.(.*\.)?(relative_attention_bias|pre_ln)$", name):
-            number = re.search(r"\.(\d+)\.", tensor.name)
-            layers.setdefault(name, set()).add(number[1] if number else "")
-    return {name for name, found in layers.items() if found == {"0"}}
-
-
-def _split_lists(tensors: Iterable[Tensor]) -> set[str]:
-    """What stands before lists of which each has one sort of module of all layers.
-
-    Such as `attentions.0`, `ffns.0` and `layer_norm1.0`, instead of `layers.0.attention`.
-    """
-    lists: dict[str, dict[str, set[str]]] = {}
-    for tensor in tensors:
-        if found := _LISTED.fullmatch(module_name(tensor.name)):
-            number = tensor.name[len(found[1]) + len(found[2]) + 1 :].partition(".")[0]
-            lists.setdefault(found[1], {}).setdefault(found[2], set()).add(number)
-    return {
-        parent
-        for parent, words in lists.items()
-        if len({frozenset(numbers) for numbers in words.values()}) == 1
-        and any(re.search(r"att", word) for word in words)
-        and any(re.search(r"ffn|mlp|feed|moe", word) for word in words)
-    }
 
 
 def _stacks(layers: Mapping[str, Mapping[int, Mapping[str, Part]]]) -> dict[str, str]:
@@ -230,11 +181,6 @@ def _stacks(layers: Mapping[str, Mapping[int, Mapping[str, Part]]]) -> dict[str,
         words = prefix.lower()
         name = "encoder" if "encoder" in words and "decoder" not in words else "decoder"
         chosen.setdefault(name, prefix)
-    marked = [prefix for prefix in layers if "decoder" in prefix.lower()]
-    if set(chosen) == {"encoder", "decoder"} and not marked:
-        # An encoder beside layers that are not called a decoder's: the greater of both.
-        name = max(chosen, key=lambda name: sizes[chosen[name]])
-        chosen = {name: chosen[name]}
     return {name: chosen[name] for name in ("encoder", "decoder") if name in chosen}
 
 

@@ -1,4 +1,4 @@
-"""Layer drafts: the branches of each kind of layer, its norms, and the formula that joins them."""
+"""Layers of a proposed spec: the branches of each kind of layer, their norms, and the formula."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
-from jinfer.cli.propose.checkpoint_layers import CheckpointStack, LayerKind, Part
+from jinfer.cli.propose.checkpoint_layers import LayerKind, Part
 from jinfer.cli.propose.layer_branch import Branch, norm
 from jinfer.cli.propose.propose_attention import attention
-from jinfer.cli.propose.propose_feed_forward import experts, feed_forward, matrices_by_shape
-from jinfer.cli.propose.propose_recurrences import channel_mixing
-from jinfer.cli.propose.propose_state import state_block, unknown_state
-from jinfer.cli.propose.spec_facts import DraftFacts
+from jinfer.cli.propose.propose_feed_forward import experts, feed_forward
+from jinfer.cli.propose.propose_state import channel_mixing, state_block
+from jinfer.cli.propose.spec_facts import SpecFacts
 from jinfer.cli.propose.tensor_roles import role_in_layer
 
-_SIDE = ("parallel_attn", "use_parallel_residual", "parallel_block", "parallel_attention")
+_PARALLEL = (
+    *("parallel_attn", "use_parallel_residual", "parallel_block", "parallel_residual"),
+    "parallel_attention",
+)
 _BEFORE = ("normalize_before", "do_layer_norm_before", "prenorm")
-_SCALAR = re.compile(r"layer_?(output_)?scal(e|ar)")
-_BARE = re.compile(r"(layer_?)?norm")
 _SLOTS = ("attn_norm", "attn_post", "cross_norm", "cross_post", "ffn_norm", "ffn_post")
+_FIRST = (
+    *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    "leading_dense_block_count",
+)
 
 
 @dataclass
-class DraftedLayer:
-    """A kind of layer as drafted.
+class ProposedLayer:
+    """A kind of layer.
 
     Attributes:
-        word: what it is made of, for a variant's name.
+        word: its blocks, for a variant's name.
         formula: its lines.
         modules, tensors: as of a `Branch`.
-        unplaced: modules of the file that it has no place for.
+        unplaced: modules of the file without a place.
     """
 
     word: str
@@ -43,10 +46,10 @@ class DraftedLayer:
     unplaced: list[Part] = field(default_factory=list)
 
 
-def draft_layer(
-    kind: LayerKind, stack: str, facts: DraftFacts, final_norm: bool, transposed: bool
-) -> DraftedLayer:
-    """Drafts a kind of layer.
+def propose_layer(
+    kind: LayerKind, stack: str, facts: SpecFacts, final_norm: bool, transposed: bool
+) -> ProposedLayer:
+    """Propose a kind of layer.
 
     Args:
         final_norm: the stack ends with a norm; without one, layers do.
@@ -54,97 +57,66 @@ def draft_layer(
     """
     parts = dict(kind.parts)
     mixing = channel_mixing(parts, facts)
-    rest = {n: p for n, p in parts.items() if not (mixing and n in mixing.used)}
+    rest = {n: p for n, p in parts.items() if not (mixing and n.startswith("feed_forward."))}
     state = state_block(rest, facts)
-    rest = {n: p for n, p in rest.items() if not (state and n in state.used)}
-    unknown = unknown_state(rest)
-    _note_unknown(unknown, rest, facts)
-    rest = {n: p for n, p in rest.items() if n not in unknown}
+    rest = {n: p for n, p in rest.items() if not (state and _is_used(p, state))}
     roles: dict[str, Part] = {}
     for inner, part in rest.items():
-        if role := role_in_layer(inner, rest) or _beside(inner, rest):
-            _set_role(roles, role, part)
-    roles |= matrices_by_shape(roles, rest, facts, transposed)
+        if role := role_in_layer(inner, rest) or _norm_of_block(inner, rest):
+            roles.setdefault(role, part)
     mixers = [b for b in (state, attention(roles, facts, "attn", transposed, stack)) if b]
     cross = attention(roles, facts, "cross", transposed) if facts.encoded else None
-    feeds = [b for b in (mixing, experts(roles, facts)) if b]
-    if not any(b.word == "sparse" for b in feeds):
-        shared = feed_forward(roles, facts, transposed, "shared_expert")
-        feeds += [b for b in (feed_forward(roles, facts, transposed), shared) if b]
-    elif dense := feed_forward(roles, facts, transposed):
-        dense.used.clear()
-    norms = _norms(roles, final_norm, bool(mixers))
-    weightless = not norms and not final_norm and (mixers or feeds)
-    drafted = DraftedLayer("_".join(dict.fromkeys(b.word for b in [*mixers, *feeds] if b.word)))
+    sparse = experts(roles, facts)
+    feeds = [mixing, sparse] if sparse or mixing else []
+    if not sparse:
+        feeds += [feed_forward(roles, facts, transposed, n) for n in ("ffn", "shared_expert")]
+    branches = [*mixers, *(feed for feed in feeds if feed)]
+    norms = _norms(roles, bool(mixers))
+    weightless = bool(branches) and not norms and not final_norm
+    layer = ProposedLayer("_".join(dict.fromkeys(b.word for b in branches if b.word)))
     used = set[str]()
-    for branch in [*mixers, *feeds, *([cross] if cross else [])]:
-        drafted.modules |= branch.modules
-        drafted.tensors |= branch.tensors
-        used |= branch.used
+    for branch in [*branches, *([cross] if cross else [])]:
+        layer.modules |= branch.modules
+        layer.tensors |= branch.tensors
+        used |= {inner for inner, part in parts.items() if _is_used(part, branch)}
     places = {"attn_norm", "ffn_norm"} if weightless else set(norms)
-    drafted.formula = _formula(mixers, cross, feeds, places, facts, final_norm or bool(weightless))
+    layer.formula = _formula(
+        mixers, cross, branches[len(mixers) :], places, facts, final_norm or weightless
+    )
     if weightless:
-        layered = bool(facts.key("layer_norm_eps", "layer_norm_epsilon"))
-        own = {"kind": "layer" if layered else "rms", "weight": False, "eps": "eps"} | (
-            {"bias": False} if layered else {}
-        )
-        drafted.modules |= {name: own for name in places if f"{name}(" in drafted.formula}
-        facts.weightless = own
-        facts.note("there are no norms with a weight: norms without one stand before each branch")
+        facts.weightless = {"kind": "rms", "weight": False, "eps": "eps"}
+        layer.modules |= {n: facts.weightless for n in places if f"{n}(" in layer.formula}
+        facts.note("there are no norms with a weight: norms without one come before each branch")
     for slot in _SLOTS:
-        if slot in norms and f"{slot}(" in drafted.formula:
-            drafted.modules[slot] = norm(norms[slot], layered=facts.layered)
-            drafted.tensors[slot] = norms[slot].name
+        if slot in norms and f"{slot}(" in layer.formula:
+            layer.modules[slot] = norm(norms[slot])
+            layer.tensors[slot] = norms[slot].name
             used.add(norms[slot].inner)
-    for inner, part in rest.items():
-        if _SCALAR.fullmatch(inner) and part.shape in ((), (1,)) and not part.leaves.get("weight"):
-            drafted.modules["layer_scale"] = {"kind": "scale", "size": 1}
-            drafted.tensors["layer_scale.weight"] = part.name
-            drafted.formula += "\nx = layer_scale(x)"
-            used.add(inner)
-    drafted.unplaced = [part for inner, part in parts.items() if inner not in used]
-    return drafted
+    layer.unplaced = [part for inner, part in parts.items() if inner not in used]
+    return layer
 
 
-def _set_role(roles: dict[str, Part], role: str, part: Part) -> None:
-    """Gives a role to the first of its parts; a bare norm beside attention's own is the next."""
-    held = roles.setdefault(role, part)
-    if role != "attn_norm" or held is part:
-        return
-    bare = next((each for each in (held, part) if "." not in each.inner), None)
-    if bare is not None and _BARE.fullmatch(bare.inner.lower()):
-        roles["attn_norm"] = part if bare is held else held
-        roles.setdefault("ffn_norm", bare)
+def _is_used(part: Part, branch: Branch) -> bool:
+    return part.name in branch.used
 
 
-def _note_unknown(inside: Iterable[str], parts: Mapping[str, Part], facts: DraftFacts) -> None:
-    """A line for each block with a state of a kind that is not known."""
-    blocks: dict[str, list[str]] = {}
-    for part in (parts[inner] for inner in sorted(inside)):
-        block, _, last = part.name.rpartition(".")
-        blocks.setdefault(block, []).append(last)
-    for block, own in blocks.items():
-        facts.note(f"{block} keeps a state, and is no block that is known: {', '.join(own)}")
-
-
-def _beside(inner: str, names: Iterable[str]) -> str:
-    """The role of a norm that stands beside an attention or a feed-forward, as T5's."""
+def _norm_of_block(inner: str, names: Iterable[str]) -> str:
+    """The role of a norm in the same module as an attention or a feed-forward, as T5's."""
     place, _, last = inner.rpartition(".")
     if not place or "norm" not in last.lower():
         return ""
-    roles = {role_in_layer(n, [*names]) for n in names if n.startswith(f"{place}.") and n != inner}
-    areas = {role.partition(".")[0] for role in roles}
+    others = [n for n in names if n.startswith(f"{place}.") and n != inner]
+    areas = {role_in_layer(name, [*names]).partition(".")[0] for name in others}
     found = next((area for area in ("cross", "attn", "ffn") if area in areas), "")
     return f"{found}_norm" if found else ""
 
 
-def _norms(roles: Mapping[str, Part], final_norm: bool, mixed: bool) -> dict[str, Part]:
-    """Norms of a layer by the place where they stand."""
+def _norms(roles: Mapping[str, Part], mixed: bool) -> dict[str, Part]:
+    """Norms of a layer by their slot."""
     found = {slot: roles[slot] for slot in _SLOTS if slot in roles}
     if after := roles.get("after_attn"):
-        before = "attn_norm" in found and ("ffn_norm" not in found or "attn_post" in found)
-        slot = "ffn_norm" if before and "ffn_norm" not in found else "attn_post"
-        found.setdefault(slot, after)
+        second = "attn_norm" in found and "ffn_norm" not in found
+        found.setdefault("ffn_norm" if second else "attn_post", after)
     if not mixed and "attn_norm" in found and "ffn_norm" not in found:
         found["ffn_norm"] = found.pop("attn_norm")
     return found
@@ -155,81 +127,60 @@ def _formula(
     cross: Branch | None,
     feeds: Sequence[Branch],
     norms: set[str],
-    facts: DraftFacts,
+    facts: SpecFacts,
     final_norm: bool,
 ) -> str:
     scale = ""
     if key := facts.key("residual_multiplier", "residual_scale"):
-        scale = f"${key}"
         facts.dims.setdefault("residual_scale", f"${key} | 1")
         scale = "residual_scale * "
     elif facts.key("scale_depth"):
         facts.dims.setdefault("scale_depth", "$scale_depth")
         scale = "scale_depth / sqrt(layers) * "
-    side = any(facts.get(key) is True for key in _SIDE) or facts.get("parallel_residual") is True
-    told = facts.get(*_BEFORE)
-    after = not final_norm if told is None else told is False
-    both = "attn_norm" in norms and not norms & {"ffn_norm", "ffn_post", "attn_post"}
-    if (
-        mixers
-        and feeds
-        and not cross
-        and (both or (side and not norms & {"attn_post", "ffn_post"}))
-    ):
-        lines = ["n = attn_norm(x)"]
-        text = _values(mixers, "n", lines)
-        other = "n"
+    one_norm = "attn_norm" in norms and not norms & {"ffn_norm", "ffn_post", "attn_post"}
+    parallel = any(facts.get(key) is True for key in _PARALLEL)
+    parallel = parallel and not norms & {"attn_post", "ffn_post"}
+    lines: list[str] = []
+    if mixers and feeds and not cross and (one_norm or parallel):
+        lines.append("n = attn_norm(x)")
+        text, other = _values(mixers, "n", lines), "n"
         if "ffn_norm" in norms:
             lines.append("m = ffn_norm(x)")
             other = "m"
         text += " + " + _values(feeds, other, lines)
-        lines.append(f"x = x + {scale}({text})" if scale else f"x = x + {text}")
-        if not both:
-            facts.note("attention and feed-forward stand side by side, as a key says")
-        return "\n".join(lines)
-    lines = []
-    _sum(lines, mixers, "attn_norm", "attn_post", norms, scale, after, final_norm)
-    _sum(
-        lines, [cross] if cross else [], "cross_norm", "cross_post", norms, scale, after, final_norm
-    )
-    _sum(lines, feeds, "ffn_norm", "ffn_post", norms, scale, after, final_norm)
+        return "\n".join([*lines, f"x = x + {scale}({text})" if scale else f"x = x + {text}"])
+    before = facts.get(*_BEFORE)
+    after = not final_norm if before is None else before is False
+    for branches, area in ((mixers, "attn"), ([cross] if cross else [], "cross"), (feeds, "ffn")):
+        if branches:
+            slots = [slot in norms for slot in (f"{area}_norm", f"{area}_post")]
+            lines += _sum(branches, area, *slots, scale, after)
     if not lines:
         facts.note("what a layer computes: nothing is known by its tensors' names")
     return "\n".join(lines or ["x = x"])
 
 
 def _sum(
-    lines: list[str],
-    branches: Sequence[Branch],
-    before: str,
-    behind: str,
-    norms: set[str],
-    scale: str,
-    after: bool,
-    final_norm: bool,
-) -> None:
-    """Adds the lines of one residual sum: a norm before it, behind its branches, or after it."""
-    if not branches:
-        return
-    pre, post = before in norms, behind in norms
+    branches: Sequence[Branch], area: str, pre: bool, post: bool, scale: str, after: bool
+) -> list[str]:
+    """The lines of a residual sum with a norm before its branches, behind them, or of the sum."""
+    lines: list[str] = []
     if after and pre != post:  # the original transformer's: a norm of the sum
-        name = before if pre else behind
         text = _values(branches, "x", lines)
-        lines.append(f"x = {name}(x + {scale}{text})")
-        return
+        return [*lines, f"x = {area}_{'norm' if pre else 'post'}(x + {scale}{text})"]
     source = "x"
     if pre:
         once = len(branches) == 1 and not branches[0].lines and branches[0].value.count("{n}") == 1
-        source = f"{before}(x)" if once else "n"
+        source = f"{area}_norm(x)" if once else "n"
         if not once:
-            lines.append(f"n = {before}(x)")
+            lines.append(f"n = {area}_norm(x)")
     text = _values(branches, source, lines)
-    text = f"{behind}({text})" if post else f"({text})" if scale and " + " in text else text
-    lines.append(f"x = x + {scale}{text}")
+    text = f"{area}_post({text})" if post else f"({text})" if scale and " + " in text else text
+    return [*lines, f"x = x + {scale}{text}"]
 
 
 def _values(branches: Iterable[Branch], source: str, lines: list[str]) -> str:
-    """The sum of branches of a vector; what they need before is added to the lines."""
+    """The sum of branches of a vector; adds the lines that it needs."""
     values = []
     for branch in branches:
         lines += [line.replace("{n}", source) for line in branch.lines]
@@ -237,72 +188,37 @@ def _values(branches: Iterable[Branch], source: str, lines: list[str]) -> str:
     return " + ".join(values)
 
 
-def pattern_of(stack: CheckpointStack, words: Sequence[str], facts: DraftFacts) -> Any:
-    """Which layer is which kind: an expression of a key, of the layer's number, or a list."""
-    kinds = stack.kind_of
-    for key, values in _lists(facts):
+def pattern_of(kinds: Sequence[int], words: Sequence[str], facts: SpecFacts) -> Any:
+    """Return the variant of each layer: an expression of a key or the layer's number, or a list.
+
+    Args:
+        kinds: of each layer, the place of its variant in `words`.
+    """
+    for key, values in _per_layer_keys(facts):
         of: dict[Any, set[int]] = {}
         for i, kind in enumerate(kinds):
             of.setdefault(values[i % len(values)], set()).add(kind)
         if len(of) > 1 and all(len(found) == 1 for found in of.values()):
             at = "i" if len(values) >= len(kinds) else f"i % {len(values)}"
             return _chain(key, {value: words[found.pop()] for value, found in of.items()}, at)
-    if text := _of_two_keys(kinds, words, facts):
-        return text
-    if len(stack.kinds) == 2 and kinds == sorted(kinds):
+    if len(words) == 2 and list(kinds) == sorted(kinds):
         first = kinds.index(1)
-        key = next((k for k in _FIRST if facts.get(k) == first), "")
-        return f"{words[0]} if i < {f'${key}' if key else first} else {words[1]}"
-    period = next(
-        n
-        for n in range(1, len(kinds) + 1)
-        if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
+        key = next((f"${key}" for key in _FIRST if facts.get(key) == first), str(first))
+        return f"{words[0]} if i < {key} else {words[1]}"
+    repeats = (
+        n for n in range(1, len(kinds)) if all(k == kinds[i % n] for i, k in enumerate(kinds))
     )
-    return [words[kind] for kind in kinds[:period]]
+    return [words[kind] for kind in kinds[: next(repeats, len(kinds))]]
 
 
-def _of_two_keys(kinds: Sequence[int], words: Sequence[str], facts: DraftFacts) -> str:
-    """Kinds that two keys with a word for each layer tell apart together; "" if none do."""
-    lists = [
-        (key, values)
-        for key, values in _lists(facts)
-        if len(values) == len(kinds) and all(isinstance(each, str) for each in values)
-    ]
-    for (one, mixers), (other, feeds) in combinations(lists, 2):
-        of: dict[tuple[str, str], set[int]] = {}
-        for kind, pair in zip(kinds, zip(mixers, feeds, strict=True), strict=True):
-            of.setdefault(pair, set()).add(kind)
-        if any(len(found) > 1 for found in of.values()):
-            continue
-        *first, (_, last) = ((pair, words[found.pop()]) for pair, found in of.items())
-        text = last
-        for (mixer, feed), word in reversed(first):
-            text = f"{word} if ${one}[i] == '{mixer}' and ${other}[i] == '{feed}' else {text}"
-        return text
-    return ""
-
-
-_FIRST = (
-    "first_k_dense_replace",
-    "num_dense_layers",
-    "moe_layer_start_index",
-    "leading_dense_block_count",
-    "n_dense_first",
-    "dense_layers",
-    "first_dense_layers",
-    "num_initial_dense_layers",
-)
-
-
-def _lists(facts: DraftFacts) -> list[tuple[str, Any]]:
-    """Keys with a value for each layer, which are words or few numbers."""
+def _per_layer_keys(facts: SpecFacts) -> list[tuple[str, Any]]:
+    """Keys with a word or a number for each layer, or for each of a period."""
     config = facts.opened.config
     text = config.get("text_config")
-    both = {**config, **text} if isinstance(text, Mapping) else config
     found = []
-    for key, value in both.items():
+    for key, value in {**config, **(text if isinstance(text, Mapping) else {})}.items():
         words = r"type|pattern|layers|blocks" if isinstance(value, list) else r"pattern"
-        if not isinstance(value, (list, str)) or not re.search(words, key) or not value:
+        if not isinstance(value, (list, str)) or not value or not re.search(words, key):
             continue
         if all(isinstance(each, (str, int)) for each in value):
             found.append((key, value))
@@ -310,16 +226,10 @@ def _lists(facts: DraftFacts) -> list[tuple[str, Any]]:
 
 
 def _chain(key: str, words: Mapping[Any, str], at: str) -> str:
-    *first, (_, last) = words.items()
-    text = last
+    *first, (_, text) = words.items()
+    last = text
     for value, word in reversed(first):
-        if word != text:
-            shown = (
-                f"'{value}'"
-                if isinstance(value, str)
-                else json.dumps(value).capitalize()
-                if isinstance(value, bool)
-                else value
-            )
+        if word != last:
+            shown = f"'{value}'" if isinstance(value, str) else json.dumps(value).capitalize()
             text = f"{word} if ${key}[{at}] == {shown} else {text}"
     return text

@@ -1,4 +1,4 @@
-"""Drafts of what stands before and behind the layers: embeddings, last norm, heads."""
+"""Modules outside of layers in a proposed spec: embeddings, last norm, heads; their formulas."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import CheckpointLayers, Part
 from jinfer.cli.propose.layer_branch import ACTIVATIONS, linear, norm
-from jinfer.cli.propose.spec_facts import KEYS, DraftFacts
+from jinfer.cli.propose.spec_facts import KEYS, SpecFacts
 from jinfer.cli.propose.tensor_roles import role_outside
 
 _TABLES = {"position": "positions", "token_type": "token_types"}
 _MASKED = re.compile(
-    r"final_logits_bias|predictions|lm_head|vocab_|(^|\.)head\.|pred_layer|^decoder$|^decoder\.|generator"
+    r"final_logits_bias|predictions|lm_head|vocab_|(^|\.)head\.|pred_layer|^decoder$|^decoder\."
+    r"|generator"
 )
 
 
 @dataclass
-class DraftedOutside:
-    """What stands outside of layers.
+class ProposedOutside:
+    """The modules outside of layers.
 
     Attributes:
         modules: of the whole model.
@@ -29,314 +30,213 @@ class DraftedOutside:
         tensors: jinfer's name -> the file's.
         copies, ignored: as in `[tensors]`; ignored names are quoted.
         unplaced: modules without a place.
-        scales: "embed" and "logits" -> what they are multiplied by.
+        scales: factors of "embed" and "logits", and the "cap" of logits.
+        last: the stack with the head.
     """
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     of_stack: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
-    copies: dict[str, list[str]] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     unplaced: list[Part] = field(default_factory=list)
     scales: dict[str, str] = field(default_factory=dict)
     last: str = "decoder"
 
-    def own_modules(self, stack: str) -> dict[str, dict[str, Any]]:
-        """The modules of a stack's stem and head."""
-        return self.of_stack.get(stack, {})
-
     def stem(self, stack: str) -> str:
-        """The formula of a stack's stem."""
-        has = self.own_modules(stack)
+        """Return the formula of a stack's stem."""
+        has = self.of_stack.get(stack, {})
         text = "embed(tokens)" + self.scales.get("embed", "")
-        if "project_in" in has and not set(_TABLES) & set(has):
-            text = f"project_in({text})"
+        text = f"project_in({text})" if "project_in" in has else text
         text = " + ".join([text, *(f"{name}({of})" for name, of in _TABLES.items() if name in has)])
-        if "project_in" in has and set(_TABLES) & set(has):
-            text = text.replace("embed(tokens)", "project_in(embed(tokens))", 1)
         return f"embed_norm({text})" if "embed_norm" in has else text
 
     def head(self, stack: str) -> str:
-        """The formula of a stack's head."""
-        has = self.own_modules(stack)
+        """Return the formula of a stack's head."""
+        has = self.of_stack.get(stack, {})
         text = "norm(x)" if "norm" in has else "x"
         text = f"project_out({text})" if "project_out" in has else text
-        lines = []
+        lines = [f"hidden = {text}"] if {"pooler", "mlm"} & has.keys() else []
         if "pooler" in has:
-            lines += [
-                "hidden = x" if text == "x" else f"hidden = {text}",
-                "pooled = tanh(pooler(first(x)))",
-            ]
+            lines.append("pooled = tanh(pooler(first(x)))")
         if stack != self.last or "logits" not in self.modules:
-            return "\n".join(lines) if lines else text
-        inner = f"mlm({text})" if "mlm" in has else text
-        inner = f"mlm_act({inner})" if "mlm_act" in has else inner
-        inner = f"mlm_norm({inner})" if "mlm_norm" in has else inner
-        if "mlm" in has and not lines:
-            lines.append("hidden = " + text)
-        value = f"logits({inner}){self.scales.get('logits', '')}"
+            return "\n".join(lines) or text
+        for name in ("mlm", "mlm_act", "mlm_norm"):
+            text = f"{name}({text})" if name in has else text
+        value = f"logits({text}){self.scales.get('logits', '')}"
         if cap := self.scales.get("cap"):
-            return "\n".join([*lines, f"capped = {value}", f"{cap} * tanh(capped / {cap})"])
+            lines.append(f"capped = {value}")
+            value = f"{cap} * tanh(capped / {cap})"
         return "\n".join([*lines, value])
 
 
-def draft_outside(layers: CheckpointLayers, facts: DraftFacts) -> DraftedOutside:
-    """Drafts the modules outside of layers, and finds the sizes that they tell."""
-    outside = DraftedOutside()
-    names = [stack.name for stack in layers.stacks]
-    outside.last = names[-1] if names else "decoder"
+def propose_outside(layers: CheckpointLayers, facts: SpecFacts) -> ProposedOutside:
+    """Propose the modules outside of layers, and find the sizes that they tell."""
+    outside = ProposedOutside()
+    stacks = [stack.name for stack in layers.stacks]
+    outside.last = stacks[-1] if stacks else "decoder"
     roles = {name: role_outside(name) for name in layers.outside}
     embed = _embed(layers, roles, facts)
-    head = next((p for name, p in layers.outside.items() if roles[name] == "logits"), None)
-    _sizes(layers, embed, head, facts)
+    _sizes(layers, embed, facts)
     hidden, vocab = facts.known["hidden"], facts.known.get("vocab", 0)
-    outside.modules["embed"] = {"kind": "embedding"}
-    if embed and embed.shape[0] != vocab:
-        outside.modules["embed"]["size"] = embed.shape[0]
-        facts.note(f"{embed.name}: more rows than the head gives tokens")
     width = embed.shape[-1] if embed else hidden
-    if width != hidden:
-        outside.modules["embed"]["width"] = width
+    outside.modules["embed"] = {"kind": "embedding"} | ({"width": width} if width != hidden else {})
     if embed:
         outside.tensors["embed"] = embed.name
-    copies = []
     for name, part in layers.outside.items():
-        role = roles[name]
-        if "relative_attention_bias" in name or "rope_freqs" in name:
-            where = _stack_of(name, names, outside.last)
-            facts.shared["rope_freqs" if "rope" in name else f"{where}.relative"] = part
-            continue
-        if "seq_relationship" in name or name.endswith("rope_factors_long"):
-            outside.ignored += [f'"{name}.*"' if "seq" in name else f'"{name}.weight"']
-            continue
-        stack = _stack_of(name, names, outside.last)
+        role, stack = roles[name], _stack_of(name, stacks, outside.last)
         own = outside.of_stack.setdefault(stack, {})
-        if part is embed:
-            continue
-        if role == "embed" and embed and part.shape == embed.shape:
-            copies += [f"{name}.weight" if "weight" in part.leaves else name]
+        if "relative_attention_bias" in name or "rope_freqs" in name:
+            facts.shared["rope_freqs" if "rope" in name else f"{stack}.relative"] = part
+        elif "seq_relationship" in name or name.endswith("rope_factors_long"):
+            outside.ignored.append(f'"{name}.*"' if "seq" in name else f'"{name}.weight"')
+        elif role == "embed" and embed and part.shape == embed.shape:
+            if part is not embed:
+                outside.copies.append(_whole(part))
         elif role == "logits" and part.shape[0] == vocab and len(part.shape) == 2:
-            outside.tensors["logits"] = name
-            outside.modules["logits"] = {"kind": "head"} | ({"bias": True} if part.bias else {})
-        elif _place(outside, own, stack, name, role, part, facts):
-            continue
-        else:
+            _set_head(outside, part)
+        elif not _place(outside, own, stack, role, part, facts):
             outside.unplaced.append(part)
-    if copies:
-        outside.copies["embed.weight"] = copies
-    _masked(outside, facts)
-    _head_by_shape(outside, facts, width)
+    _masked_head(outside, facts, width)
     _tie(outside, facts, width)
     _scales(outside, facts)
     return outside
 
 
 def _stack_of(name: str, stacks: Iterable[str], last: str) -> str:
-    """The stack that a module's name says, or else the last one."""
+    """The stack of a module by its name, or else the last one."""
     return next((stack for stack in stacks if re.search(rf"(^|[._]){stack}\.", name)), last)
 
 
-def _embed(layers: CheckpointLayers, roles: Mapping[str, str], facts: DraftFacts) -> Part | None:
+def _embed(layers: CheckpointLayers, roles: Mapping[str, str], facts: SpecFacts) -> Part | None:
     found = [layers.outside[name] for name, role in roles.items() if role == "embed"]
     found.sort(key=lambda part: part.last not in ("shared", "embed_tokens", "wte"))
     tables = [part for part in found if len(part.shape) == 2]
-    told = facts.get(*KEYS["vocab"])
-    exact = [part for part in tables if part.shape[0] == told]
-    if not tables and isinstance(told, int):  # none that is called so: the first of its shape
-        sizes = (told, facts.get(*KEYS["hidden"]))
-        unnamed = [part for part in layers.outside.values() if part.shape == sizes]
-        exact = [part for part in unnamed if roles[part.name] != "logits"]
+    exact = [part for part in tables if part.shape[0] == facts.get(*KEYS["vocab"])]
     return next(iter(exact or tables), None)
 
 
-def _sizes(
-    layers: CheckpointLayers, embed: Part | None, head: Part | None, facts: DraftFacts
-) -> None:
-    """vocab, hidden, layers, context and eps."""
-    told = facts.get(*KEYS["vocab"])
-    if embed and head and head.shape[0] == told < embed.shape[0]:
-        facts.dim("vocab", told)  # embeddings of further inputs stand behind those of tokens
-    elif embed or isinstance(told, int):
-        facts.dim("vocab", embed.shape[0] if embed else told)
-    if not embed:
+def _sizes(layers: CheckpointLayers, embed: Part | None, facts: SpecFacts) -> None:
+    """Find vocab, hidden, layers, context and eps."""
+    if embed:
+        facts.dim("vocab", embed.shape[0])
+    else:
         facts.note("no table of token embeddings is known by its name")
     votes: Counter[int] = Counter()
-    for stack in layers.stacks:
-        for kind in stack.kinds:
-            votes.update(
-                p.vector
-                for p in kind.parts.values()
-                if "norm" in p.inner.lower() or "ln" in p.inner.lower()
-            )
-            votes.update(p.shape[-1] for p in kind.parts.values() if len(p.shape) == 2)
-    votes.pop(0, None)
-    width = embed.shape[-1] if embed else 0
-    told = facts.get(*KEYS["hidden"], "embedding_length")
-    hidden = (
-        told
-        if isinstance(told, int) and told in votes
-        else width
-        if width in votes
-        else votes.most_common(1)[0][0]
-        if votes
-        else width
-    )
+    for part in (part for s in layers.stacks for kind in s.kinds for part in kind.parts.values()):
+        votes[part.vector if "norm" in part.inner or "ln" in part.inner else part.shape[-1]] += 1
+    hidden = facts.get(*KEYS["hidden"])
+    if not isinstance(hidden, int) or hidden not in votes:
+        hidden = embed.shape[-1] if embed else max(votes, key=lambda size: votes[size], default=0)
     facts.dim("hidden", hidden)
-    count = max((stack.count for stack in layers.stacks), default=0)
-    facts.dim("layers", count)
+    facts.dim("layers", max((stack.count for stack in layers.stacks), default=0))
     key = facts.key(*KEYS["context"])
-    context = facts.get(key) if key else None
-    if isinstance(context, int):
-        facts.dims["context"] = f"${key} | 2048"
-    else:
-        facts.dims["context"] = 2048
-    if facts.gguf:
-        return
-    eps = facts.key(*KEYS["eps"])
-    facts.dims["eps"] = f"${eps} | 1e-5" if eps else 1e-5
-    if not eps:
-        facts.note("eps: no key says what norms add; 1e-5 is a guess")
+    facts.dims["context"] = f"${key} | 2048" if key else 2048
+    if not facts.gguf:
+        eps = facts.key(*KEYS["eps"])
+        facts.dims["eps"] = f"${eps} | 1e-5" if eps else 1e-5
+        if not eps:
+            facts.note("eps: no key says what norms add; 1e-5 is a guess")
 
 
 def _place(
-    outside: DraftedOutside,
+    outside: ProposedOutside,
     own: dict[str, dict[str, Any]],
     stack: str,
-    name: str,
     role: str,
     part: Part,
-    facts: DraftFacts,
+    facts: SpecFacts,
 ) -> bool:
-    """Gives a module its place in a stack; False if there is none."""
+    """Give a module its place in a stack; return False if there is none."""
     hidden = facts.known["hidden"]
     width = outside.modules["embed"].get("width", hidden)
-    if role == "norm" and "norm" not in own and part.vector in (hidden, width):
-        own["norm"] = norm(part, layered=facts.layered) | (
-            {"size": part.vector} if part.vector != hidden else {}
-        )
-    elif role == "embed_norm" and part.vector in (hidden, width):
-        own["embed_norm"] = norm(part, layered=facts.layered) | (
-            {"size": part.vector} if part.vector != hidden else {}
-        )
+    sized = {"width": part.shape[-1]} if part.shape[-1] != hidden else {}
+    if role in ("norm", "embed_norm") and role not in own and part.vector in (hidden, width):
+        own[role] = norm(part) | ({"size": part.vector} if part.vector != hidden else {})
     elif role == "position" and len(part.shape) == 2:
-        own["position"] = {"kind": "learned_positions"}
+        own[role] = {"kind": "learned_positions"} | sized
         facts.positions = True
         context = facts.get(*KEYS["context"])
-        offset = part.shape[0] - context if isinstance(context, int) else 0
-        if 0 < offset <= 8:
-            own["position"]["offset"] = offset
-            facts.note(f"{name}: {offset} rows more than positions, read as an offset")
-        elif offset:
-            own["position"]["size"] = part.shape[0]
-        if part.shape[-1] != hidden:
-            own["position"]["width"] = part.shape[-1]
+        if isinstance(context, int) and 0 < part.shape[0] - context <= 8:
+            own[role]["offset"] = part.shape[0] - context
+            facts.note(f"{part.name}: its rows beyond the positions are read as an offset")
     elif role == "token_type" and len(part.shape) == 2:
-        own["token_type"] = {
-            "kind": "embedding",
-            "size": facts.size(part.shape[0], "type_vocab_size"),
-        }
-        if part.shape[-1] != hidden:
-            own["token_type"]["width"] = part.shape[-1]
+        size = facts.size(part.shape[0], "type_vocab_size")
+        own[role] = {"kind": "embedding", "size": size} | sized
     elif role in ("project_in", "project_out") and len(part.shape) == 2:
-        inside, out = part.shape[1], part.shape[0]
-        own[role] = linear(out, part.bias, inputs=inside)
-    elif "pooler" in name and part.shape == (hidden, hidden) and stack == "encoder":
-        own["pooler"] = linear("hidden", part.bias)
+        own[role] = linear(part.shape[0], part.bias, inputs=part.shape[1])
+    elif "pooler" in part.name and part.shape == (hidden, hidden) and stack == "encoder":
+        role = "pooler"
+        own[role] = linear("hidden", part.bias)
         own["first"] = {"kind": "pool", "take": "first"}
         own["tanh"] = {"kind": "activation", "function": "tanh"}
-        outside.tensors[f"{stack}.pooler"] = name
-        return True
     else:
         return False
-    outside.tensors[f"{stack}.{role}"] = name
+    outside.tensors[f"{stack}.{role}"] = part.name
     return True
 
 
-def _masked(outside: DraftedOutside, facts: DraftFacts) -> None:
+def _set_head(outside: ProposedOutside, part: Part) -> None:
+    head = outside.modules.setdefault("logits", {"kind": "head"})
+    outside.tensors["logits"] = part.name
+    if part.bias:
+        head["bias"] = True
+
+
+def _masked_head(outside: ProposedOutside, facts: SpecFacts, width: int) -> None:
     """The head of a masked language model: a projection, an activation, a norm, a bias."""
     vocab, stack = facts.known.get("vocab", 0), outside.last
-    width = outside.modules["embed"].get("width", facts.known["hidden"])
     own = outside.of_stack.setdefault(stack, {})
     found: dict[str, Part] = {}
-    order = sorted(outside.unplaced, key=lambda part: (part.shape[0] == vocab, part.vector > 0))
-    for part in order:
-        if not _MASKED.search(part.name):
-            continue
-        if (
-            len(part.shape) == 2
-            and part.shape[1] == facts.known["hidden"]
-            and part.shape[0] != vocab
-        ):
-            if "mlm" not in found:
-                found["mlm"], width = part, part.shape[0]
+    parts = [part for part in outside.unplaced if _MASKED.search(part.name)]
+    for part in sorted(parts, key=lambda part: (part.shape[0] == vocab, part.vector > 0)):
+        if part.vector == vocab:
+            found.setdefault("bias", part)
         elif part.vector == width and "norm" in part.name.lower():
             found["mlm_norm"] = part
-        elif part.vector == vocab:
-            found.setdefault("bias", part)
         elif part.shape == (vocab, width):
             found["logits"] = part
-    if not found:
-        return
-    taken = list(found.values())
-    outside.unplaced = [part for part in outside.unplaced if part not in taken]
-    if "mlm" in found:
-        own["mlm"] = linear(width, found["mlm"].bias)
+        elif len(part.shape) == 2 and part.shape[1] == facts.known["hidden"] != vocab:
+            found["mlm"], width = part, part.shape[0]
+    outside.unplaced = [part for part in outside.unplaced if part not in found.values()]
+    if mlm := found.get("mlm"):
+        own["mlm"] = linear(width, mlm.bias)
         key = facts.key(*ACTIVATIONS)
         own["mlm_act"] = {"kind": "activation", "function": f"${key}" if key else "gelu"}
-        outside.tensors[f"{stack}.mlm"] = found["mlm"].name
-    if "mlm_norm" in found:
-        own["mlm_norm"] = norm(found["mlm_norm"]) | {"size": width}
-        outside.tensors[f"{stack}.mlm_norm"] = found["mlm_norm"].name
-    head = outside.modules.setdefault("logits", {"kind": "head"})
-    if "logits" in found:
-        outside.tensors["logits"] = found["logits"].name
-        head |= {"bias": True} if found["logits"].bias else {}
-    if "bias" in found and "logits" in found and found["logits"].bias:
-        outside.ignored.append(f'"{_whole(found["bias"])}"')
-        facts.note(f"{_whole(found['bias'])} is taken for a copy of the head's own bias")
-    elif "bias" in found:
-        head["bias"] = True
-        outside.tensors["logits.bias"] = _whole(found["bias"])
-
-
-def _head_by_shape(outside: DraftedOutside, facts: DraftFacts, width: int) -> None:
-    """A head whose name says nothing: the only matrix left that gives the vocabulary."""
-    shape = (facts.known.get("vocab", 0), width)
-    found = [part for part in outside.unplaced if part.shape == shape]
-    if "logits" in outside.tensors or len(found) != 1:
-        return
-    (part,) = found
-    outside.unplaced.remove(part)
-    outside.tensors["logits"] = part.name
-    outside.modules["logits"] = {"kind": "head"} | ({"bias": True} if part.bias else {})
-    facts.note(f"{part.name}: read as the head by its shape")
+        outside.tensors[f"{stack}.mlm"] = mlm.name
+    if mlm_norm := found.get("mlm_norm"):
+        own["mlm_norm"] = norm(mlm_norm) | {"size": width}
+        outside.tensors[f"{stack}.mlm_norm"] = mlm_norm.name
+    if logits := found.get("logits"):
+        _set_head(outside, logits)
+    if bias := found.get("bias"):
+        if logits and logits.bias:
+            outside.ignored.append(f'"{_whole(bias)}"')
+            facts.note(f"{_whole(bias)} is taken for a copy of the head's own bias")
+        else:
+            outside.modules.setdefault("logits", {"kind": "head"})["bias"] = True
+            outside.tensors["logits.bias"] = _whole(bias)
 
 
 def _whole(part: Part) -> str:
     return part.name + "".join(f".{leaf}" for leaf in part.leaves if leaf)
 
 
-def _tie(outside: DraftedOutside, facts: DraftFacts, width: int) -> None:
-    """The vocabulary head where it has no matrix of its own."""
+def _tie(outside: ProposedOutside, facts: SpecFacts, width: int) -> None:
+    """Tie the vocabulary head to the embedding, where it has no matrix of its own."""
     own = outside.of_stack.setdefault(outside.last, {})
-    head = outside.modules.get("logits")
-    if head is None and outside.last == "encoder" and "mlm" not in own:
+    if "logits" not in outside.modules and outside.last == "encoder" and "mlm" not in own:
         return
     head = outside.modules.setdefault("logits", {"kind": "head"})
-    inputs = own["mlm"]["outputs"] if "mlm" in own else width
     if "logits" not in outside.tensors:
-        head["tied"] = True
-    elif inputs != width or "size" in outside.modules["embed"]:
-        pass
-    elif facts.get("tie_word_embeddings") is True:
         head["tied"] = True
     width = own["mlm"]["outputs"] if "mlm" in own else width if "project_out" in own else 0
     if width not in (0, facts.known["hidden"]):
         head["inputs"] = width
 
 
-def _scales(outside: DraftedOutside, facts: DraftFacts) -> None:
-    """What embeddings and logits are multiplied by, as keys say."""
+def _scales(outside: ProposedOutside, facts: SpecFacts) -> None:
+    """Factors of embeddings and logits, by config keys."""
     if key := facts.key("embedding_multiplier", "scale_emb", "embedding_scale"):
         facts.dims["embedding_scale"] = f"${key} | 1"
         outside.scales["embed"] = " * embedding_scale"
@@ -345,19 +245,15 @@ def _scales(outside: DraftedOutside, facts: DraftFacts) -> None:
         outside.scales["embed"] = " * embedding_scale"
     if "logits" not in outside.modules:
         return
-    if key := facts.key("logit_scale", "lm_head_multiplier", "output_multiplier"):
+    if key := facts.key("logit_scale", "lm_head_multiplier"):
         facts.dims["logits_scale"] = f"${key} | 1"
         outside.scales["logits"] = " * logits_scale"
-    elif key := facts.key("logits_scaling"):
-        facts.dims["logits_scale"] = f"${key} | 1"
+    elif key := facts.key("logits_scaling", "dim_model_base"):
+        divisor = f"${key} | 1" if key == "logits_scaling" else f"hidden / ${key}"
+        facts.dims["logits_scale"] = divisor
         outside.scales["logits"] = " / logits_scale"
-    elif facts.key("dim_model_base"):
-        facts.dims["logits_scale"] = "hidden / $dim_model_base"
-        outside.scales["logits"] = " / logits_scale"
-    if key := facts.key("final_logit_softcapping", "logits_soft_cap", "final_logit_softcap"):
+    if key := facts.key("final_logit_softcapping", "logits_soft_cap"):
         facts.dims["logits_cap"] = f"${key}"
         outside.scales["cap"] = "logits_cap"
-        outside.of_stack.setdefault(outside.last, {})["tanh"] = {
-            "kind": "activation",
-            "function": "tanh",
-        }
+        tanh = {"kind": "activation", "function": "tanh"}
+        outside.of_stack.setdefault(outside.last, {})["tanh"] = tanh

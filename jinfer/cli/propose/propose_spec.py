@@ -1,79 +1,64 @@
-"""Spec template: a first version of a specification for a checkpoint that no family matches."""
+"""Proposed spec: a first specification for a checkpoint that no family matches.
+
+It follows from names and shapes of tensors and from config.json alone, not from other families.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinfer.cli.propose.checkpoint_layers import (
-    CheckpointLayers,
-    CheckpointStack,
-    Part,
-    layers_of,
-    repeated,
-)
-from jinfer.cli.propose.propose_layers import DraftedLayer, draft_layer, pattern_of
-from jinfer.cli.propose.propose_outside import DraftedOutside, draft_outside
-from jinfer.cli.propose.spec_facts import KEYS, DraftFacts, read_keys
+from jinfer.cli.propose.checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of
+from jinfer.cli.propose.propose_layers import ProposedLayer, pattern_of, propose_layer
+from jinfer.cli.propose.propose_outside import ProposedOutside, propose_outside
+from jinfer.cli.propose.spec_facts import KEYS, SpecFacts, read_keys
 from jinfer.cli.toml_writer import inline_text
 from jinfer.opening.model_files import ModelFiles
 
-# Keys that say nothing of the model's structure, or what its tensors say as well.
-SAYS_NOTHING = re.compile(
+# Keys without a meaning for the computation, or whose meaning tensors have as well.
+IRRELEVANT = re.compile(
     r"_.*|architectures|auto_map|model_type|tokenizer_class|transformers_version|(torch_)?dtype"
     r"|tie_word_embeddings|use_cache|gradient_checkpointing|pretraining_tp|task_specific_params"
     r"|.*_token_id|.*_ids?|.*drop(out)?(_.*)?|.*initializer_.*|initializer|summary_.*|id2label"
     r"|label2id|output_.*|return_.*|quantization_config"
 )
 _TO_CHECK = """\
-# A draft: what names and shapes tell. Check against the model's own code:
-# the order of the norms, the activation, rotary pairs (halves or adjacent), scales, windows."""
-_NEEDED = ("vocab", "hidden", "layers", "context")
+# Proposed from names and shapes. Check against the model's own code: the order of the norms, the
+# activation, rotary pairs (halves or adjacent), scales, windows."""
+# Sizes that are left out if no formula uses them.
+_OPTIONAL = ("eps", "rope_theta", "rotary_dim", "embedding_scale", "residual_scale", "conv_states")
 
 
-def draft(opened: ModelFiles, weights: str = "") -> str:
-    """The text of a specification, and in comments what is not known.
+def propose_spec(opened: ModelFiles, weights: str = "") -> str:
+    """Return the text of a specification, with the guesses in comments.
 
     Args:
         weights: path of the checkpoint relative to the file; "" leaves it out.
     """
-    facts = DraftFacts(opened)
+    facts = SpecFacts(opened)
     causal = facts.get("attention.causal" if facts.gguf else "is_decoder")
     only = "encoder" if facts.gguf and causal is False else "decoder" if causal is True else ""
     facts.asked.add("is_decoder")
     layers = layers_of(opened.checkpoint.tensors.values(), only)
-    told = facts.get(*KEYS["layers"])
-    if len(layers.stacks) == 1 == layers.stacks[0].count < (told if isinstance(told, int) else 0):
-        layers = repeated(layers, told)
-        facts.note(f"the file has one layer: read as each of the {told} that a key says")
-    at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
     facts.encoded = len(layers.stacks) > 1
-    outside = draft_outside(layers, facts)
-    stacks = [_Stack(stack, layers, facts, outside) for stack in layers.stacks]
+    outside = propose_outside(layers, facts)
+    kinds = {stack.name: _kinds(stack, facts, outside) for stack in layers.stacks}
     parts = [_table("[modules]", outside.modules)]
-    for stack in stacks:
-        parts += stack.tables(len(stacks) > 1)
-    parts.append(_tensors(facts, layers, outside, stacks))
+    for stack in layers.stacks:
+        parts += _stack(stack, kinds[stack.name], facts, outside)
+    parts.append(_tensors(facts, layers, outside, kinds))
+    at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
     parts = [_TO_CHECK, at, _match(opened), _dims(facts, "\n".join(parts)), *parts]
-    parts.append(_unplaced(layers, outside, stacks))
+    parts.append(_unplaced(layers, outside, kinds))
     if facts.notes:
-        parts.append(
-            "\n".join(
-                [
-                    "# Guessed, and not said by names or keys:",
-                    *(f"#   {_plain(n)}" for n in facts.notes),
-                ]
-            )
-        )
-    if opened.checkpoint.format not in ("gguf", "llama2c"):
+        notes = (json.dumps(note, ensure_ascii=False)[1:-1] for note in facts.notes)
+        lines = [f"#   {note}".replace('\\"', '"') for note in notes]
+        parts.append("\n".join(["# Guesses, which neither names nor keys tell:", *lines]))
+    if not facts.gguf:
         parts.append(_unread(opened.config, "\n".join(parts), facts))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _plain(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
 
 
 def _match(opened: ModelFiles) -> str:
@@ -82,214 +67,127 @@ def _match(opened: ModelFiles) -> str:
     return f"[match]\n{key} = [{names}]" if names else ""
 
 
-def _unread(config: Mapping[str, Any], text: str, facts: DraftFacts) -> str:
-    """The keys of config.json that may matter but that nothing in the text looks up."""
+def _unread(config: Mapping[str, Any], text: str, facts: SpecFacts) -> str:
+    """The keys of config.json that may matter and that the text does not refer to."""
     read = read_keys(text) | facts.asked
     inner = config.get("text_config")
     unread = {
         key: value
         for key, value in {**config, **(inner if isinstance(inner, Mapping) else {})}.items()
-        if (
-            key not in read
-            and value is not None
-            and not SAYS_NOTHING.fullmatch(key)
-            and not isinstance(value, Mapping | type(None))
-        )
-        or (key in ("rope_scaling",) and key not in read and value)
+        if key not in read and value is not None and not IRRELEVANT.fullmatch(key)
+        if not isinstance(value, Mapping) or (key == "rope_scaling" and value)
     }
-    if "rope_scaling" in read or "rope_theta" in read:
-        unread.pop("rope_parameters", None)
     if not unread:
         return ""
     lines = [f"#   {json.dumps(key)[1:-1]} = {json.dumps(v)[:60]}" for key, v in unread.items()]
-    return "\n".join(["# config.json also says, and nothing here reads:", *lines])
+    return "\n".join(["# config.json also has these keys, which nothing here reads:", *lines])
 
 
-# Sizes that nothing but a draft's own text uses.
-_OWN = ("eps", "rope_theta", "rotary_dim", "embedding_scale", "residual_scale", "conv_states")
-
-
-def _dims(facts: DraftFacts, text: str) -> str:
-    """The sizes that the text uses; of a GGUF file those that specs/formats/gguf.toml has not."""
-    unused = {name for name in _OWN if not re.search(rf"\b{name}\b", text)}
-    dims = {name: value for name, value in facts.dims.items() if name not in unused}
-    if facts.gguf:
-        wrong = {
-            name: value
-            for name, value in dims.items()
-            if name not in (*KEYS, "rope_theta", "rotary_dim")
-            or (
-                not str(value).startswith("$")
-                and name not in ("context", "eps", "rope_theta")
-                and value not in ("heads", "hidden / heads")
-            )
-        }
-        return _table("[gguf.dims]", wrong, wide=12)
-    order = [*KEYS, "rope_theta", "rotary_dim"]
-    named = {name: dims[name] for name in order if name in dims}
-    return _table("[dims]", named | dims, wide=12)
+def _dims(facts: SpecFacts, text: str) -> str:
+    """The sizes that the text uses; of a GGUF file those that specs/formats/gguf.toml lacks."""
+    dims = {
+        name: value
+        for name, value in facts.dims.items()
+        if name not in _OPTIONAL or re.search(rf"\b{name}\b", text)
+    }
+    order = [name for name in (*KEYS, "rope_theta", "rotary_dim") if name in dims]
+    if not facts.gguf:
+        return _table("[dims]", {name: dims[name] for name in order} | dims, wide=12)
+    standard = {
+        name
+        for name in order
+        if str(dims[name]).startswith("$")
+        or name in ("context", "eps", "rope_theta")
+        or dims[name] in ("heads", "hidden / heads")
+    }
+    return _table("[gguf.dims]", {n: v for n, v in dims.items() if n not in standard}, wide=12)
 
 
 def _table(head: str, values: Mapping[str, Any], wide: int = 0) -> str:
     if not values:
         return ""
     width = wide or min(max(map(len, values)), 20)
-    return "\n".join([head, *(f"{k:<{width}} = {_value(v)}" for k, v in values.items())])
+    return "\n".join([head, *(f"{k:<{width}} = {inline_text(v)}" for k, v in values.items())])
 
 
-def _value(value: Any) -> str:
-    return inline_text(value)
-
-
-class _Stack:
-    """A stack as drafted."""
-
-    def __init__(
-        self,
-        stack: CheckpointStack,
-        layers: CheckpointLayers,
-        facts: DraftFacts,
-        outside: DraftedOutside,
-    ) -> None:
-        self.stack, self.name, self.facts = stack, stack.name, facts
-        self.outside = outside
-        has = outside.of_stack.get(self.name, {})
-        hidden = facts.known["hidden"]
-        shapes = [p.shape for kind in stack.kinds for p in kind.parts.values() if len(p.shape) == 2]
-        turned = (
-            sum(s[0] == hidden != s[1] for s in shapes),
-            sum(s[1] == hidden != s[0] for s in shapes),
-        )
-        names = {part.last for kind in stack.kinds for part in kind.parts.values()}
-        transposed = ("c_attn" in names and turned[0] > turned[1]) or turned[1] == 0 < turned[0]
-        drafted = [draft_layer(k, self.name, facts, "norm" in has, transposed) for k in stack.kinds]
-        if facts.weightless:
-            outside.of_stack.setdefault(self.name, {})["norm"] = facts.weightless
-        self.kinds, self.of = _merged(drafted)
-        words = _distinct(self.kinds)
-        merged = CheckpointStack(
-            stack.name,
-            tuple(
-                type(kind)(
-                    tuple(
-                        i
-                        for place, k in enumerate(stack.kinds)
-                        if self.of[place] == n
-                        for i in k.layers
-                    ),
-                    kind.parts,
-                )
-                for n, kind in ((n, stack.kinds[self.of.index(n)]) for n in range(len(self.kinds)))
-            ),
-        )
-        self.words = words
-        self.pattern = pattern_of(merged, words, facts) if len(self.kinds) > 1 else None
-
-    def tables(self, several: bool) -> list[str]:
-        """The stack's own table, its modules and its variants."""
-        lines = [f"[{self.name}]"]
-        if several:
-            keys = (
-                f"{self.name}_layers",
-                "num_decoder_layers" if self.name == "decoder" else "num_layers",
-            )
-            lines.append(
-                f"layers = {_value(self.facts.size(self.stack.count, *keys, 'num_hidden_layers'))}"
-            )
-        outside = self.outside
-        lines.append(f"stem  = {_text(outside.stem(self.name))}")
-        if self.pattern is not None:
-            lines.append(f"pattern = {_value(self.pattern)}")
-        formulas = [kind.formula for kind in self.kinds]
-        one = len(set(formulas)) == 1
-        if one:
-            lines.append(f'layer = """\n{formulas[0]}\n"""')
-        lines.append(f"head  = {_text(outside.head(self.name))}")
-        shared = {
-            name: table
-            for kind in self.kinds
-            for name, table in kind.modules.items()
-            if all(other.modules.get(name, table) == table for other in self.kinds)
-        }
-        found = ["\n".join(lines)]
-        found.append(_table(f"[{self.name}.modules]", shared | outside.own_modules(self.name)))
-        if self.pattern is None:
-            return found
-        for word, kind in zip(self.words, self.kinds, strict=True):
-            at = f"{self.name}.variants.{word}"
-            own = {name: table for name, table in kind.modules.items() if name not in shared}
-            found.append(f"[{at}]" + ("" if one else f'\nlayer = """\n{kind.formula}\n"""'))
-            found.append(_table(f"[{at}.modules]", own))
-        return found
-
-
-def _text(text: str) -> str:
-    return json.dumps(text) if "\n" not in text else f'"""\n{text}\n"""'
-
-
-def _merged(drafted: list[DraftedLayer]) -> tuple[list[DraftedLayer], list[int]]:
-    """Kinds that are drafted alike as one; and of each, which one it is now."""
-    kinds: list[DraftedLayer] = []
-    of = []
-    for each in drafted:
-        same = next(
-            (
-                n
-                for n, k in enumerate(kinds)
-                if (k.formula, k.modules) == (each.formula, each.modules)
-            ),
-            None,
-        )
-        if same is None:
-            kinds.append(each)
-            same = len(kinds) - 1
-        else:
-            kinds[same].unplaced += each.unplaced
-            _merge_tensors(kinds[same].tensors, each.tensors)
-        of.append(same)
-    return kinds, of
-
-
-def _merge_tensors(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds lines; of one parameter that is elsewhere in other layers, both places."""
-    for name, place in more.items():
-        held = into.get(name, place)
-        if held == place or not isinstance(place, str) or isinstance(held, dict):
-            into[name] = held
-            continue
-        places = held if isinstance(held, list) else [held]
-        into[name] = places if place in places else [*places, place]
-
-
-def _distinct(kinds: list[DraftedLayer]) -> list[str]:
-    """A name for each kind, of the words that tell it from the others."""
+def _kinds(
+    stack: CheckpointStack, facts: SpecFacts, outside: ProposedOutside
+) -> dict[str, ProposedLayer]:
+    """Variant name -> kind of layer of a stack."""
+    own, hidden = outside.of_stack.setdefault(stack.name, {}), facts.known["hidden"]
+    parts = [part for kind in stack.kinds for part in kind.parts.values() if len(part.shape) == 2]
+    rows = sum(part.shape[0] == hidden != part.shape[1] for part in parts)
+    columns = sum(part.shape[1] == hidden != part.shape[0] for part in parts)
+    conv1d = any(part.last == "c_attn" for part in parts)  # GPT-2's matrices: [inputs, outputs]
+    transposed = rows > columns if conv1d else rows > columns == 0
+    kinds = [propose_layer(k, stack.name, facts, "norm" in own, transposed) for k in stack.kinds]
+    if facts.weightless:
+        own["norm"] = facts.weightless
     words = [kind.word.split("_") for kind in kinds]
     common = set(words[0]).intersection(*words) if words else set()
-    names = ["_".join(w for w in own if w not in common) or "plain" for own in words]
-    return [
-        n if names.count(n) == 1 else f"{n}_{names[:k].count(n) + 1}" for k, n in enumerate(names)
-    ]
+    names = ["_".join(w for w in each if w not in common) or "plain" for each in words]
+    return {
+        name if names.count(name) == 1 else f"{name}_{names[:n].count(name) + 1}": kind
+        for n, (name, kind) in enumerate(zip(names, kinds, strict=True))
+    }
+
+
+def _stack(
+    stack: CheckpointStack,
+    kinds: Mapping[str, ProposedLayer],
+    facts: SpecFacts,
+    outside: ProposedOutside,
+) -> list[str]:
+    """A stack's own table, its modules and its variants."""
+    name, lines = stack.name, [f"[{stack.name}]"]
+    if facts.encoded:
+        keys = (f"{name}_layers", "num_decoder_layers" if name == "decoder" else "num_layers")
+        lines.append(f"layers = {inline_text(facts.size(stack.count, *keys, 'num_hidden_layers'))}")
+    lines.append(f"stem  = {_text(outside.stem(name))}")
+    if len(kinds) > 1:
+        lines.append(f"pattern = {inline_text(pattern_of(stack.kind_of, [*kinds], facts))}")
+    formulas = {kind.formula for kind in kinds.values()}
+    if len(formulas) == 1:
+        lines.append(f"layer = {_text(min(formulas), block=True)}")
+    lines.append(f"head  = {_text(outside.head(name))}")
+    shared = {
+        module: table
+        for kind in kinds.values()
+        for module, table in kind.modules.items()
+        if all(other.modules.get(module, table) == table for other in kinds.values())
+    }
+    tables = ["\n".join(lines), _table(f"[{name}.modules]", shared | outside.of_stack[name])]
+    for variant, kind in kinds.items() if len(kinds) > 1 else ():
+        formula = "" if len(formulas) == 1 else f"\nlayer = {_text(kind.formula, block=True)}"
+        own = {module: table for module, table in kind.modules.items() if module not in shared}
+        tables.append(f"[{name}.variants.{variant}]{formula}")
+        tables.append(_table(f"[{name}.variants.{variant}.modules]", own))
+    return tables
+
+
+def _text(text: str, block: bool = False) -> str:
+    return f'"""\n{text}\n"""' if block or "\n" in text else json.dumps(text)
 
 
 def _tensors(
-    facts: DraftFacts, layers: CheckpointLayers, outside: DraftedOutside, stacks: list[_Stack]
+    facts: SpecFacts,
+    layers: CheckpointLayers,
+    outside: ProposedOutside,
+    kinds: Mapping[str, Mapping[str, ProposedLayer]],
 ) -> str:
     format = facts.opened.checkpoint.format
     lines = [f"[tensors.{format}]" if format in ("gguf", "llama2c") else "[tensors]"]
     ignored = {_glob(part) for part in layers.ignored.values()} | set(outside.ignored)
     if ignored:
         lines.append(f"ignore = [{', '.join(sorted(ignored))}]")
-    names = {tensor.rpartition(".")[2] for tensor in facts.opened.checkpoint.tensors}
-    if names & {"gamma", "beta"}:
-        lines.append('suffixes = { gamma = "weight", beta = "bias" }')
     if outside.copies:
-        lines.append(f"copies = {inline_text(outside.copies)}")
+        lines.append(f"copies = {inline_text({'embed.weight': outside.copies})}")
     found: dict[str, Any] = dict(outside.tensors)
-    for stack in stacks:
-        for kind in stack.kinds:
-            own = {f"{stack.name}.{{i}}.{name}": place for name, place in kind.tensors.items()}
-            _merge_tensors(found, own)
-    lines += [f"{json.dumps(name)} = {_value(place)}" for name, place in found.items()]
+    for stack, of_stack in kinds.items():
+        for kind in of_stack.values():
+            for name, place in kind.tensors.items():
+                found.setdefault(f"{stack}.{{i}}.{name}", place)
+    lines += [f"{json.dumps(name)} = {inline_text(place)}" for name, place in found.items()]
     return "\n".join(lines)
 
 
@@ -298,12 +196,13 @@ def _glob(part: Part) -> str:
     return json.dumps(part.name.replace("{i}", "*").replace("{e}", "*") + leaf)
 
 
-def _unplaced(layers: CheckpointLayers, outside: DraftedOutside, stacks: list[_Stack]) -> str:
-    """A line for each module of the file that has no place in the draft."""
-    parts = [*outside.unplaced, *layers.elsewhere.values()]
-    parts += [part for stack in stacks for kind in stack.kinds for part in kind.unplaced]
-    found = {part.name: part.shape for part in parts}
-    return "\n".join(
-        f"# no name found for {json.dumps(name)}, {' x '.join(map(str, shape)) or 'one number'}"
-        for name, shape in found.items()
-    )
+def _unplaced(
+    layers: CheckpointLayers,
+    outside: ProposedOutside,
+    kinds: Mapping[str, Mapping[str, ProposedLayer]],
+) -> str:
+    """A line for each module of the file without a place."""
+    parts: Sequence[Part] = [*outside.unplaced, *layers.elsewhere.values()]
+    parts = [*parts, *(p for s in kinds.values() for kind in s.values() for p in kind.unplaced)]
+    found = {part.name: " x ".join(map(str, part.shape)) or "one number" for part in parts}
+    return "\n".join(f"# no name found for {json.dumps(n)}, {size}" for n, size in found.items())

@@ -1,339 +1,190 @@
-"""State block drafts: convolutions, state spaces, delta rules and other recurrences, each known by
-its own tensors."""
+"""State blocks of a proposed spec: recurrent mixers, each recognized by the names of its tensors.
+
+`state_blocks.toml` has their modules and formulas; here are the sizes, which shapes tell.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from jinfer.cli.propose.layer_branch import Branch, act, linear, set_sizes, sized
-from jinfer.cli.propose.propose_recurrences import Parts, linear_attention, lru, wkv
-from jinfer.cli.propose.spec_facts import KEYS, DraftFacts
+from jinfer.cli.propose.checkpoint_layers import Part
+from jinfer.cli.propose.layer_branch import Branch
+from jinfer.cli.propose.spec_facts import KEYS, SpecFacts, Value
 
-_MARKS = re.compile(
-    r"A_log|dt_bias|([qkv]_)?conv_?1d|conv|time_decay|time_first|time_mix_\w+|recurrent_param"
-    r"|ssm_\w+|dt_proj"
-)
+type Parts = Mapping[str, Part]
+# Values of the template's "@name"; None if the shapes are not such a block's.
+type Values = dict[str, Value] | None
 
 _KERNELS = (
-    *("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim", "conv_L_cache", "d_conv"),
-    *("linear_attn_config.short_conv_kernel_size", "ssm.conv_kernel"),
+    *("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim", "conv_L_cache"),
+    "linear_attn_config.short_conv_kernel_size",
 )
 
 
-def state_block(parts: Parts, facts: DraftFacts) -> Branch | None:
-    """The state block of a layer's parts; None if there is none that is known."""
-    for prefix in dict.fromkeys(_prefixes(parts)):
-        own = {n.removeprefix(prefix): p for n, p in parts.items() if n.startswith(prefix)}
-        for make in _BLOCKS:
-            if branch := make(own, facts):
-                return branch
+def state_block(parts: Parts, facts: SpecFacts) -> Branch | None:
+    """Return the branch of a layer's state block; None if no known block is there."""
+    prefixes = {name.rpartition(".")[0] for name in parts}
+    prefixes |= {prefix.partition(".")[0] for prefix in prefixes}
+    for prefix in sorted(prefixes, key=len, reverse=True):
+        start = f"{prefix}." if prefix else ""
+        own = {name.removeprefix(start): p for name, p in parts.items() if name.startswith(start)}
+        for block in _SIZES:
+            if found := _block(block, own, facts):
+                return found
     return None
 
 
-def unknown_state(parts: Parts) -> set[str]:
-    """Names in the layer of all that is in blocks with a recurrent state that no draft knows."""
-    marked = (re.match(r"(.*\.|ssm_)(.+)", inner) for inner in parts)
-    blocks = {found[1] for found in marked if found and _MARKS.fullmatch(found[2])}
-    return {inner for inner in parts if any(inner.startswith(block) for block in blocks)}
+def channel_mixing(parts: Parts, facts: SpecFacts) -> Branch | None:
+    """Return the branch of RWKV-4's channel mixing, which replaces the feed-forward."""
+    start = "feed_forward."
+    own = {name.removeprefix(start): p for name, p in parts.items() if name.startswith(start)}
+    return _block("channel_mixing", own, facts)
 
 
-def _prefixes(parts: Parts) -> list[str]:
-    found = [inner[: len(inner) - len(inner.rpartition(".")[2])] for inner in parts]
-    outer = [name.partition(".")[0] + "." for name in found if "." in name.rstrip(".")]
-    return sorted({*found, *outer}, key=len, reverse=True)
+@functools.cache
+def _templates() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("state_blocks.toml").read_text(encoding="utf-8"))
 
 
-def _ssm(own: Parts, facts: DraftFacts) -> Branch | None:
-    """Mamba-2: one projection to gate, x, b, c and dt, one convolution of x, b and c."""
-    if not {"in_proj", "conv1d", "A_log", "D", "dt_bias", "out_proj"} <= set(own):
+def _block(block: str, own: Parts, facts: SpecFacts) -> Branch | None:
+    """The branch of this block, if all tensors that it needs are there and their shapes fit."""
+    table = _templates()[block]
+    if not set(table["needs"].split()) <= own.keys():
         return None
-    heads, width = own["A_log"].vector, own["out_proj"].shape[1]
-    mixed, kernel = own["conv1d"].shape[0], own["conv1d"].shape[-1]
-    states = facts.get("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_size")
-    groups = facts.get("mamba_n_groups", "n_groups", "mamba_ngroups", "num_groups")
-    if not isinstance(groups, int) or not groups:
-        groups = 1
-    if not isinstance(states, int) or 2 * groups * states != mixed - width:
-        states = (mixed - width) // (2 * groups)
-    branch, bias = Branch("mamba"), own["in_proj"].bias
-    dims = {
-        "ssm_heads": (heads, ("mamba_n_heads", "mamba_num_heads", "num_heads", "n_mamba_heads")),
-        "ssm_width": (width, ("mamba_d_ssm", "mamba_intermediate_size")),
-        "ssm_groups": (groups, ("mamba_n_groups", "n_groups", "mamba_ngroups")),
-        "ssm_states": (states, ("mamba_d_state", "ssm_state_size", "state_size")),
-    }
-    set_sizes(facts, dims)
-    if not isinstance(facts.dims["ssm_width"], str):
-        keys = ("mamba_d_head", "mamba_head_dim", "head_dim")
-        facts.dims["ssm_width"] = sized(facts, width, "ssm_heads", *keys)
-    facts.dims.setdefault("conv_states", "ssm_groups * ssm_states")
-    for name, size in (
-        ("gate", "ssm_width"),
-        ("in_x", "ssm_width"),
-        ("in_b", "conv_states"),
-        ("in_c", "conv_states"),
-        ("in_dt", "ssm_heads"),
-    ):
-        branch.modules[name] = linear(size, bias)
-    branch.take("{gate,in_x,in_b,in_c,in_dt}", own["in_proj"])
-    conv = {"kernel": facts.size(kernel, *_KERNELS), "activation": "silu"} | (
-        {"bias": True} if own["conv1d"].bias else {}
-    )
-    for name, size in (
-        ("conv_x", "ssm_width"),
-        ("conv_b", "conv_states"),
-        ("conv_c", "conv_states"),
-    ):
-        branch.modules[name] = {"kind": "conv", "size": size, **conv}
-    branch.take("{conv_x,conv_b,conv_c}", own["conv1d"])
-    branch.modules["ssm"] = {"kind": "ssm"}
-    if facts.get("time_step_min") is not None and facts.get(
-        "hybrid_override_pattern", "layers_block_type"
-    ):
-        branch.modules["ssm"]["least"] = "$time_step_min"
-    _scan(branch, own, "ssm")
-    act(branch)
-    value = "y * act(gate({n}))"
-    if norm := own.get("norm"):
-        grouped = groups > 1 and not facts.get("num_local_experts") is not None
-        branch.modules["gate_norm"] = {"kind": "rms", "size": "ssm_width", "eps": "eps"}
-        branch.modules["gate_norm"] |= {"groups": "ssm_groups"} if grouped else {}
-        branch.take("gate_norm", norm)
-        before = facts.get("mamba_norm_before_gate")
-        value = "gate_norm(y) * act(gate({n}))" if before else f"gate_norm({value})"
-        facts.note("the norm of the state space's output: over each group, and after the gate")
-    branch.lines.append(
-        "y = ssm(conv_x(in_x({n})), conv_b(in_b({n})), conv_c(in_c({n})), in_dt({n}))"
-    )
-    branch.linear("ssm_out", own["out_proj"], "hidden", inputs="ssm_width")
-    branch.value = f"ssm_out({value})"
-    return branch
-
-
-def _scan(branch: Branch, own: Parts, name: str) -> None:
-    for parameter, inner in (("a_log", "A_log"), ("d", "D"), ("dt_bias", "dt_bias")):
-        if inner in own:
-            branch.take(f"{name}.{parameter}", own[inner])
-
-
-def _selective_scan(own: Parts, facts: DraftFacts) -> Branch | None:
-    """Mamba: a scan whose step, b and c come from x after the convolution."""
-    if not {"in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj"} <= set(own):
+    values = _SIZES.get(block, _width)(own, facts)
+    if values is None:
         return None
-    width, states = own["A_log"].shape
-    rank = own["x_proj"].shape[0] - 2 * states
-    branch, bias = Branch("mamba"), own["in_proj"].bias
-    set_sizes(
-        facts,
-        {
-            "ssm_width": (width, ("intermediate_size", "mamba_d_ssm")),
-            "ssm_states": (states, ("state_size", "mamba_d_state")),
-            "dt_rank": (rank, ("time_step_rank", "mamba_dt_rank")),
-        },
-    )
-    branch.modules |= {"in_x": linear("ssm_width", bias), "gate": linear("ssm_width", bias)}
-    branch.take("{in_x,gate}", own["in_proj"])
-    branch.modules["conv"] = {
-        "kind": "conv",
-        "size": "ssm_width",
-        "activation": "silu",
-        "kernel": facts.size(own["conv1d"].shape[-1], *_KERNELS),
-        "bias": own["conv1d"].bias,
-    }
-    branch.take("conv", own["conv1d"])
-    branch.modules |= {
-        "dt_low": linear("dt_rank", inputs="ssm_width"),
-        "b": linear("ssm_states", inputs="ssm_width"),
-        "c": linear("ssm_states", inputs="ssm_width"),
-        "dt": linear("ssm_width", inputs="dt_rank"),
-        "scan": {"kind": "selective_scan"},
-    }
-    branch.take("{dt_low,b,c}", own["x_proj"])
-    branch.take("dt", own["dt_proj"])
-    branch.tensors["scan.dt_bias"] = f"{own['dt_proj'].name}.bias"
-    _scan(branch, own, "scan")
-    inner = {"b": "b(h)", "c": "c(h)", "dt_low": "dt_low(h)"}
-    for name, word, size in (
-        ("b", "b", "ssm_states"),
-        ("c", "c", "ssm_states"),
-        ("dt_low", "dt", "dt_rank"),
-    ):
-        if norm := own.get(f"{word}_layernorm"):
-            branch.modules[f"{word}_norm"] = {"kind": "rms", "size": size, "eps": "eps"}
-            branch.take(f"{word}_norm", norm)
-        elif facts.get("mixer_rms_eps") is not None:  # norms without a weight
-            branch.modules[f"{word}_norm"] = {
-                "kind": "rms",
-                "size": size,
-                "weight": False,
-                "eps": "$mixer_rms_eps",
-            }
-        else:
+    for name, text in table.get("dims", {}).items():
+        facts.dims.setdefault(name, text)
+    branch, absent = Branch(table["word"]), set[str]()
+    modules = _modules(table, values)
+    for line in table["tensors"]:
+        parameter, names, *options = line.split()
+        part = next((own[name] for name in names.split("|") if name in own), None)
+        places = re.findall(r"\w+", parameter)
+        if part is None:
+            absent.update(places)
             continue
-        inner[name] = f"{word}_norm({inner[name]})"
-    act(branch)
-    branch.lines += [
-        "h = conv(in_x({n}))",
-        f"y = scan(h, {inner['b']}, {inner['c']}, dt({inner['dt_low']}))",
-    ]
-    branch.linear("ssm_out", own["out_proj"], "hidden", inputs="ssm_width")
-    branch.value = "ssm_out(y * act(gate({n})))"
+        keys = dict(option.split("=") if "=" in option else (option, True) for option in options)
+        branch.take(parameter, part, **keys)
+        for name in places:
+            if part.bias and name in modules and "." not in parameter:
+                modules[name]["bias"] = True
+    absent -= {name for taken in branch.tensors for name in re.findall(r"\w+", taken)}
+    branch.modules = {name: module for name, module in modules.items() if name not in absent}
+    lines = table["formula"]
+    for name in absent:  # a module's call becomes its argument
+        lines = [re.sub(rf"\b{name}\(((?:[^()]|\([^()]*\))*)\)", r"\1", line) for line in lines]
+    *branch.lines, branch.value = lines
+    if note := table.get("note"):
+        facts.note(note)
     return branch
 
 
-def _delta(own: Parts, facts: DraftFacts) -> Branch | None:
-    """Gated delta rule, with a decay a head (delta net) or a channel (Kimi Delta Attention)."""
-    if not {"A_log", "dt_bias"} <= set(own) or not {"conv1d", "q_conv1d"} & set(own) or "D" in own:
+def _modules(table: Mapping[str, Any], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in table.get("linear", {}).items():
+        inputs, _, outputs = text.rpartition(" -> ")
+        found[name] = {"kind": "linear"} | ({"inputs": inputs} if inputs else {})
+        found[name]["outputs"] = outputs
+    for name, size in table.get("conv", {}).items():
+        found[name] = {"kind": "conv", "size": size, "kernel": "@kernel"}
+        if "conv_activation" in table:
+            found[name]["activation"] = table["conv_activation"]
+    for name, function in table.get("activation", {}).items():
+        found[name] = {"kind": "activation", "function": function}
+    found |= {name: dict(module) for name, module in table.get("modules", {}).items()}
+    return {
+        name: {key: values.get(v[1:]) if str(v).startswith("@") else v for key, v in module.items()}
+        for name, module in found.items()
+    }
+
+
+def _mamba2(own: Parts, facts: SpecFacts) -> Values:
+    heads, width = own["A_log"].vector, own["out_proj"].shape[1]
+    groups = facts.get("mamba_n_groups", "n_groups", "mamba_ngroups", "num_groups") or 1
+    states = (own["conv1d"].shape[0] - width) // (2 * groups)
+    facts.set_size("ssm_heads", heads, "mamba_n_heads", "mamba_num_heads", "num_heads")
+    whole = facts.size(width, "mamba_d_ssm", "mamba_intermediate_size")
+    head = facts.size(width // heads, "mamba_d_head", "mamba_head_dim", "head_dim")
+    facts.dims.setdefault("ssm_width", f"ssm_heads * {head}" if whole == width else whole)
+    facts.set_size("ssm_groups", groups, "mamba_n_groups", "n_groups", "mamba_ngroups")
+    facts.set_size("ssm_states", states, "mamba_d_state", "ssm_state_size", "state_size")
+    # A norm over all groups together, where there are experts (Granite).
+    over = 1 if facts.get("num_local_experts") is not None else "ssm_groups"
+    return {"kernel": facts.size(own["conv1d"].shape[-1], *_KERNELS), "groups": over}
+
+
+def _mamba(own: Parts, facts: SpecFacts) -> Values:
+    width, states = own["A_log"].shape
+    facts.set_size("ssm_width", width, "intermediate_size", "mamba_d_ssm")
+    facts.set_size("ssm_states", states, "state_size", "mamba_d_state")
+    rank = own["x_proj"].shape[0] - 2 * states
+    facts.set_size("dt_rank", rank, "time_step_rank", "mamba_dt_rank")
+    return {"kernel": facts.size(own["conv1d"].shape[-1], *_KERNELS)}
+
+
+def _delta(own: Parts, facts: SpecFacts) -> Values:
+    out, conv = own.get("out_proj", own.get("o_proj")), own.get("conv1d", own.get("q_conv1d"))
+    if out is None or conv is None or not {"norm", "o_norm"} & own.keys() or "D" in own:
         return None
-    branch, heads = Branch("delta"), own["A_log"].vector
-    norm = own.get("norm", own.get("o_norm"))
-    out = own.get("out_proj", own.get("o_proj"))
-    if norm is None or out is None:
-        return None
-    value_dim = out.shape[1] // heads
-    mixed = (
-        own["conv1d"].shape[0]
-        if "conv1d" in own
-        else 2 * own["q_conv1d"].shape[0] + heads * value_dim
-    )
-    keys = (mixed - heads * value_dim) // 2
-    channels = own["dt_bias"].vector == keys != heads
-    key_heads = facts.get("linear_num_key_heads", "linear_attn_config.num_heads")
+    heads, width = own["A_log"].vector, out.shape[1]
+    keys = (conv.shape[0] - width) // 2 if "conv1d" in own else conv.shape[0]
+    of_keys = ("linear_num_key_heads", "linear_attn_config.num_heads")
+    key_heads = facts.get(*of_keys)
     key_heads = key_heads if isinstance(key_heads, int) and keys % key_heads == 0 else heads
-    set_sizes(
-        facts,
-        {
-            "delta_heads": (
-                heads,
-                ("linear_num_value_heads", "linear_attn_config.num_heads", *KEYS["heads"]),
-            ),
-            "delta_key_heads": (
-                key_heads,
-                ("linear_num_key_heads", "linear_attn_config.num_heads", *KEYS["heads"]),
-            ),
-            "delta_key_dim": (
-                keys // key_heads,
-                ("linear_key_head_dim", "linear_attn_config.head_dim"),
-            ),
-            "delta_value_dim": (
-                value_dim,
-                ("linear_value_head_dim", "linear_attn_config.head_dim"),
-            ),
-        },
-    )
-    facts.dims |= {
-        "keys": "delta_key_heads * delta_key_dim",
-        "values": "delta_heads * delta_value_dim",
+    facts.set_size("delta_heads", heads, "linear_num_value_heads", of_keys[1])
+    facts.set_size("delta_key_heads", key_heads, *of_keys)
+    dim = "linear_attn_config.head_dim"
+    facts.set_size("delta_key_dim", keys // key_heads, "linear_key_head_dim", dim)
+    facts.set_size("delta_value_dim", width // heads, "linear_value_head_dim", dim)
+    channels = own["dt_bias"].vector == keys != heads
+    return {
+        "kernel": facts.size(conv.shape[-1], *_KERNELS),
+        "channels": channels,
+        "decays": "keys" if channels else "delta_heads",
+        "gate": "sigmoid" if channels else "silu",
+        "decay_inputs": own["f_a_proj"].shape[0] if "f_a_proj" in own else "hidden",
+        "gate_inputs": own["g_a_proj"].shape[0] if "g_a_proj" in own else "hidden",
     }
-    groups = {"groups": "delta_key_heads"}
-    sizes = {"q": "keys", "k": "keys", "v": "values"}
-    for letter, size in sizes.items():
-        branch.modules[f"delta_{letter}"] = linear(size)
-        conv = own.get("conv1d", own.get(f"{letter}_conv1d"))
-        assert conv is not None
-        branch.modules[f"conv_{letter}"] = {
-            "kind": "conv",
-            "size": size,
-            "activation": "silu",
-            "kernel": facts.size(conv.shape[-1], *_KERNELS),
-        }
-        branch.modules[f"conv_{letter}"] |= {"bias": True} if conv.bias else {}
-        if "conv1d" not in own:
-            branch.take(f"conv_{letter}", conv)
-    if "conv1d" in own:
-        branch.take("{conv_q,conv_k,conv_v}", own["conv1d"])
-    gate = decay = beta = ""
-    if "in_proj_qkvz" in own:
-        branch.take("{delta_q,delta_k,delta_v,delta_gate}", own["in_proj_qkvz"], **groups)
-        branch.modules["delta_gate"], gate = linear("values"), "delta_gate({n})"
-        facts.note(f"rows of {own['in_proj_qkvz'].name}: taken to stand by head of keys")
-    elif "in_proj_qkv" in own:
-        branch.take("{delta_q,delta_k,delta_v}", own["in_proj_qkv"])
-    else:
-        for letter in sizes:
-            branch.take(f"delta_{letter}", own[f"{letter}_proj"])
-    if "in_proj_ba" in own:
-        branch.take("{beta,decay}", own["in_proj_ba"], **groups)
-        branch.modules |= {"beta": linear("delta_heads"), "decay": linear("delta_heads")}
-        beta, decay = "beta({n})", "decay({n})"
-    size = "keys" if channels else "delta_heads"
-    beta = beta or _projection(branch, own, "beta", ("in_proj_b", "b_proj"), "delta_heads")
-    decay = decay or _projection(branch, own, "decay", ("in_proj_a", "a_proj", "f_proj"), size)
-    decay = decay or _low_rank(branch, own, "decay", ("f_a_proj", "f_b_proj"), size)
-    gate = gate or _projection(branch, own, "delta_gate", ("in_proj_z", "g_proj"), "values")
-    gate = gate or _low_rank(branch, own, "delta_gate", ("g_a_proj", "g_b_proj"), "values")
-    if not (beta and decay):
-        return None
-    branch.modules["delta"] = {"kind": "delta"} | ({"channels": True} if channels else {})
-    if facts.get("linear_allow_neg_eigval"):
-        branch.modules["delta"]["beta_scale"] = 2.0
-    if lower := facts.key("kda_lower_bound"):
-        branch.modules["delta"]["lower"] = f"${lower}"
-    _scan(branch, own, "delta")
-    branch.modules["delta_norm"] = {
-        "kind": "rms",
-        "size": "values",
-        "groups": "delta_heads",
-        "shared": True,
-        "eps": "eps",
-    }
-    branch.take("delta_norm", norm)
-    inputs = ", ".join(f"conv_{letter}(delta_{letter}({{n}}))" for letter in sizes)
-    branch.lines.append(f"y = delta({inputs}, {decay}, {beta})")
-    value = "delta_norm(y)"
-    if gate:
-        act(branch, "sigmoid" if channels else "silu")
-        facts.note(f"the delta rule's gate: {'sigmoid' if channels else 'silu'}, after the norm")
-        value += f" * act({gate})"
-    branch.linear("delta_out", out, "hidden", inputs="values")
-    branch.value = f"delta_out({value})"
-    return branch
 
 
-def _projection(branch: Branch, own: Parts, name: str, words: tuple[str, ...], size: str) -> str:
-    found = next((own[word] for word in words if word in own), None)
-    if found is None:
-        return ""
-    branch.linear(name, found, size)
-    return f"{name}({{n}})"
-
-
-def _low_rank(branch: Branch, own: Parts, name: str, words: tuple[str, str], size: str) -> str:
-    """A projection as two of low rank."""
-    if not set(words) <= set(own):
-        return ""
-    low, high = own[words[0]], own[words[1]]
-    branch.linear(f"{name}_low", low, low.shape[0])
-    branch.linear(name, high, size, inputs=low.shape[0])
-    return f"{name}({name}_low({{n}}))"
-
-
-def _short_conv(own: Parts, facts: DraftFacts) -> Branch | None:
-    """A short convolution between two gates (LFM2)."""
-    names = {"in_proj", "conv", "out_proj"}
+def _short_conv(own: Parts, facts: SpecFacts) -> Values:
     hidden = facts.known["hidden"]
-    if not names <= set(own) or own["in_proj"].shape != (3 * hidden, hidden):
+    if own["in_proj"].shape != (3 * hidden, hidden):
         return None
-    branch, bias = Branch("conv"), own["in_proj"].bias
-    branch.modules |= {name: linear("hidden", bias) for name in ("conv_b", "conv_c", "conv_x")}
-    branch.take("{conv_b,conv_c,conv_x}", own["in_proj"])
-    branch.modules["conv"] = {
-        "kind": "conv",
-        "kernel": facts.size(own["conv"].shape[-1], *_KERNELS),
-    } | ({"bias": True} if own["conv"].bias else {})
-    branch.take("conv", own["conv"])
-    branch.linear("conv_out", own["out_proj"], "hidden")
-    branch.value = "conv_out(conv_c({n}) * conv(conv_b({n}) * conv_x({n})))"
-    return branch
+    return {"kernel": facts.size(own["conv"].shape[-1], *_KERNELS)}
 
 
-_BLOCKS: tuple[Callable[[Parts, DraftFacts], Branch | None], ...] = (
-    _ssm,
-    _selective_scan,
-    _delta,
-    _short_conv,
-    lru,
-    linear_attention,
-    wkv,
-)
+def _rg_lru(own: Parts, facts: SpecFacts) -> Values:
+    facts.set_size("lru_width", own["linear_x"].shape[0], "lru_width")
+    blocks = facts.size(own["rg_lru.input_gate_weight"].shape[0], *KEYS["heads"])
+    return {"blocks": blocks, "kernel": own["conv_1d"].shape[-1]}
+
+
+def _linear_attention(own: Parts, facts: SpecFacts) -> Values:
+    width, heads = own["out_proj"].shape[1], facts.get(*KEYS["heads"])
+    if not isinstance(heads, int) or width % heads:
+        return None
+    size = facts.size(heads, *KEYS["heads"])
+    return {"width": width, "heads": size, "head_dim": width // heads}
+
+
+def _width(own: Parts, facts: SpecFacts) -> Values:
+    return {"width": own["key"].shape[0]}
+
+
+_SIZES: Mapping[str, Callable[[Parts, SpecFacts], Values]] = {
+    "mamba2": _mamba2,
+    "mamba": _mamba,
+    "delta": _delta,
+    "short_conv": _short_conv,
+    "rg_lru": _rg_lru,
+    "linear_attention": _linear_attention,
+    "time_mixing": _width,
+}

@@ -1,4 +1,4 @@
-"""Tensor role guessing, by the words of a tensor's name: q_proj, fc1, ln_f, ..."""
+"""Tensor roles, guessed from the words of a tensor's name: q_proj, fc1, ln_f, ..."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jinfer.checkpoint import Tensor
-from jinfer.cli.inspect.fold_names import numbered
 from jinfer.cli.inspect.match_checkpoint import MissingParameter
-from jinfer.cli.propose.checkpoint_layers import Shape, is_ignorable, leaf_of, module_name
+from jinfer.cli.propose.checkpoint_layers import (
+    Shape,
+    is_ignorable,
+    leaf_of,
+    module_name,
+    numbered,
+)
 from jinfer.modelspec.resolve_spec import STACKS
 
 # Position of a module in a layer, by a word anywhere in its name; the first match.
@@ -26,24 +31,22 @@ _AREAS = {
 _ATTENTION = {
     "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj(_weight)?"
     r"|att_proj",
-    "attn.{q,k,v}.bias": r"in_proj_bias",
-    "attn.q_a": r"(attn_)?q_a(_proj)?|q_down_proj|wq_a",
+    "attn.q_a": r"(attn_)?q_a(_proj)?",
     "attn.q_a_norm": r"(attn_)?q_a_(layer)?norm",
-    "attn.q_b": r"(attn_)?q_b(_proj)?|q_up_proj|wq_b",
-    "attn.kv_a": r"kv_a_proj_with_mqa|(attn_)?kv_a_mqa|wkv_a",
-    "attn.kv_a_norm": r"(attn_)?kv_a_(layer)?norm|kv_norm",
-    "attn.kv_b": r"(attn_)?kv_b(_proj)?|wkv_b",
-    "attn.q_norm": r"q_(layer_?)?norm|(q|query)_(layernorm|ln|norm)|attn_q_norm|norm_q|q_layernorm",
-    "attn.k_norm": r"k_(layer_?)?norm|(k|key)_(layernorm|ln|norm)|attn_k_norm|norm_k|k_layernorm",
+    "attn.q_b": r"(attn_)?q_b(_proj)?|wq_b",
+    "attn.kv_a": r"kv_a_proj_with_mqa|(attn_)?kv_a_mqa",
+    "attn.kv_a_norm": r"(attn_)?kv_a_(layer)?norm",
+    "attn.kv_b": r"(attn_)?kv_b(_proj)?",
+    "attn.q_norm": r"(q|query)_(layer_?)?(norm|ln)|attn_q_norm|norm_q",
+    "attn.k_norm": r"(k|key)_(layer_?)?(norm|ln)|attn_k_norm|norm_k",
     "attn.q": r"q|wq|q_proj|query|q_lin(ear)?|attn_q|query_proj|(project|to|linear)_q",
     "attn.k": r"k|wk|k_proj|key|k_lin(ear)?|attn_k|key_proj|(project|to|linear)_k",
     "attn.v": r"v|wv|v_proj|value|v_lin(ear)?|attn_v|value_proj|(project|to|linear)_v",
-    "attn.gate": r"gate_proj|g_proj|attn_gate|output_gate|gate|o_gate|qkv_gate",
-    "attn.out_norm": r"(attn_)?sub_norm|attn_sub_norm|o_norm|out_norm|inner_attn_ln|subln",
+    "attn.gate": r"gate_proj|g_proj|attn_gate|output_gate|gate",
+    "attn.out_norm": r"(attn_)?sub_norm|o_norm|out_norm|inner_attn_ln",
     "attn.sinks": r"(attn_)?sinks?(_bias)?|attention_sink_bias|softmax_offset",
-    **{f"attn.differential.lambda_{n}": f"lambda_{n}" for n in ("q1", "k1", "q2", "k2")},
-    "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj|attn_out|out|output"
-    r"|attention_out(put)?|(project|to|linear)_o(ut)?|output_proj(ection)?",
+    "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj|attn_out|output"
+    r"|(project|to|linear)_o(ut)?",
     "attn.relative": r"relative_attention_bias|attn_rel_b",
     "attn_norm": r".*norm.*|ln.*|.*_ln",
 }
@@ -54,79 +57,63 @@ _INDEXER = {
     "attn.indexer.head_weights": r"weights_proj|proj",
 }
 _FEED_FORWARD = {
-    "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused|gate_and_up_proj",
-    "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer"
-    r"|w_0|proj_up_gate",
-    "ffn.up": r"fc11|up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|c_fc_1|dense_h_to_4h|lin1|dense|up"
-    r"|w_1|intermediate_proj|up_layer|intermediate|layer_1|w_in|proj_up|ff_proj|ffn",
-    "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj|w_2"
-    r"|output|layer_2|w_out|proj_down|ffn_output|ff_out",
-    "ffn.router": r"gate|router|ffn_gate_inp|wg|classifier|router_proj",
-    "ffn.router.correction": r"e_score_correction_bias|expert_bias|exp_probs_b|moe_statics"
-    r"|correction_bias|score_correction_bias",
-    "ffn.sub_norm": r"(ffn_)?sub_norm|ffn_layernorm",
+    "ffn.{gate,up}": r"gate_up_proj|up_gate_proj",
+    "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate",
+    "ffn.up": r"fc11|up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|c_fc_1|dense_h_to_4h|lin1|dense"
+    r"|ff_proj|ffn|up",
+    "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|proj|output"
+    r"|ffn_output|ff_out|down",
+    "ffn.router": r"gate|router|ffn_gate_inp|classifier",
+    "ffn.router.correction": r"e_score_correction_bias|expert_bias",
     "ffn_norm": r".*norm.*|ln.*|.*_ln",
 }
 _SHARED = {
-    "shared_expert_gate": r"shared_expert_gate|shared_experts?_gate|ffn_gate_inp_shexp",
-    "shared_expert.{gate,up}": r"gate_up_proj|input_linear|gate_up",
+    "shared_expert_gate": r"shared_experts?_gate",
+    "shared_expert.{gate,up}": r"gate_up_proj|input_linear",
     "shared_expert.gate": r"gate_proj|w1|ffn_gate_shexp",
-    "shared_expert.up": r"up_proj|w3|ffn_up_shexp|up",
-    "shared_expert.down": r"down_proj|w2|output_linear|ffn_down_shexp|down",
+    "shared_expert.up": r"up_proj|w3|ffn_up_shexp",
+    "shared_expert.down": r"down_proj|w2|output_linear|ffn_down_shexp",
 }
 _EXPERTS = {
-    "ffn.experts.{gate,up}": r"gate_up_proj|input_linear|(experts\.)?w13|ffn_gate_up_exps",
+    "ffn.experts.{gate,up}": r"gate_up_proj|input_linear|ffn_gate_up_exps",
     "ffn.experts.{gate,up}.bias": r"gate_up_proj_bias",
-    "ffn.experts.gate": r"gate_proj|w1|ffn_gate_exps|linear_1|gate",
-    "ffn.experts.up": r"up_proj|w3|ffn_up_exps|v1|up|c_fc|fc1",
-    "ffn.experts.down": r"down_proj|w2|output_linear|ffn_down_exps|down|c_proj|fc2",
+    "ffn.experts.gate": r"gate_proj|w1|ffn_gate_exps|gate",
+    "ffn.experts.up": r"up_proj|w3|ffn_up_exps|v1|c_fc|fc1",
+    "ffn.experts.down": r"down_proj|w2|output_linear|ffn_down_exps|c_proj|fc2",
     "ffn.experts.down.bias": r"down_proj_bias",
 }
+_MIXER = {r: w for r, w in _ATTENTION.items() if r not in ("attn.gate", "attn_norm")}
 _IN_LAYER = {
     "attn": _ATTENTION,
     "shared": _SHARED,
     "ffn": _FEED_FORWARD,
     "after": {"ffn.down": r"dense", "ffn_norm": r".*norm.*"},
-    # A mixer of any kind: what its last word says alone.
-    "": {
-        **{
-            role: words
-            for role, words in _ATTENTION.items()
-            if role not in ("attn.gate", "attn_norm")
-        },
-        **{role: words for role, words in _FEED_FORWARD.items() if role.startswith("ffn.")},
-    },
+    # A mixer of any kind, by the last word of its name alone.
+    "": _MIXER | {role: words for role, words in _FEED_FORWARD.items() if role != "ffn_norm"},
 }
 # Norms directly in the layer, by their own names; the first match.
 _NORMS = {
-    "cross_norm": r"(encoder_attn|cross|pre_cross).*norm|crossattention.*norm",
-    "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm|operator_norm"
+    "cross_norm": r"(encoder_attn|cross|pre_cross).*norm",
+    "attn_norm": r"input_layernorm|ln_?1|norm_?1|sa_layer_norm|operator_norm|norm|layer_?norm"
     r"|(temporal_pre|pre_mixer|pre_self_attn|pre_self_attention|pre_attn|pre_attention)_(layer_?)?norm"
-    r"|(self_)?att(n|ention)?_(layer_?)?norm|attn_ln|ln_attn|norm|layer_norm|attention_layernorm"
-    r"|pre_(self_)?attn_(layer)?norm|norm_attn|input_ln|attn_norm|layer_?norm_?1|layernorm",
+    r"|(self_)?att(n|ention)?_(layer_?)?norm|attn_ln|ln_attn",
     "cross_post": r"post_cross.*norm",
-    "attn_post": r"post_(self_)?att(n|ention)?_norm|post_self_attn_layernorm|attn_post_norm"
-    r"|post_self_attention_(layer)?norm|post_attention_norm|attn_out_norm|post_attn_layernorm"
-    r"|post_norm1|attention_output_norm|post_(mixer|operator)_norm",
+    "attn_post": r"post_(self_)?att(n|ention)?_norm|post_self_attn_layernorm|post_norm1"
+    r"|post_(mixer|operator)_norm",
     "after_attn": r"post_attention_layernorm|attn_output_norm",
-    "ffn_post": r"post_(ffn|mlp|ff|ffw|feed_?forward)_?(layer_?)?norm|layer_output_norm"
-    r"|ffn_post_norm|post_norm2|post_moe_norm|post_feedforward_layernorm",
+    "ffn_post": r"post_(ffn|mlp|ff|ffw|feed_?forward)_?(layer_?)?norm|layer_output_norm|post_norm2",
     "ffn_norm": r"ln_?2|norm_?2|(final|output)_layer_?norm|(channel_pre|pre_moe)_norm|ln_mlp|mlp_ln"
-    r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|norm_mlp|norm_ffn|pre_ffw_norm|post_ln|ln"
-    r"|layer_?norm_?2|full_layer_layer_norm",
+    r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|full_layer_layer_norm",
 }
 _OUTSIDE = {
-    "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd"
-    r"|pos(itional)?_emb.*|position_embed(ding)?",
+    "position": r"wpe|embed_positions|position_embeddings|position_embd|pos_emb(edding)?",
     "token_type": r"token_type_embeddings|token_types",
-    "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm|emb_ln"
-    r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|layer_norm_emb|pre_ln",
+    "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|token_embd_norm|emb_ln|pre_ln",
     "project_in": r"project_in|embeddings_project|embedding_hidden_mapping_in",
     "project_out": r"project_out",
-    "logits": r"lm_head|embed_out|output|head|proj_out|output_layer",
-    "norm": r".*norm.*|ln_f|ln_out|final_ln|ln_final|ln",
-    "embed": r"embed_tokens|tokens_embed|wte|word_embeddings|tok_embeddings|token_embd|embed_in"
-    r"|shared|embed.*|word_embedding",
+    "logits": r"lm_head|embed_out|output|head|output_layer",
+    "norm": r".*norm.*|ln_f|ln_out",
+    "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*",
 }
 
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
@@ -155,54 +142,38 @@ class ProposedLine:
 
 
 def role_in_layer(inner: str, names: Collection[str]) -> str:
-    """The most likely role of a module of a layer, such as "attn.q"; "" if unclear.
+    """Return the most likely role of a module of a layer, such as "attn.q"; "" if unclear.
 
     Args:
         inner: its name in the layer.
         names: those of the layer's modules: with w1 but no w3, w1 is the first of two matrices.
     """
-    words = inner.lower().removesuffix(".linear")  # a wrapped projection
+    words = inner.lower()
     last = words.rpartition(".")[2]
     if "indexer" in words:  # of sparse attention, whose words are attention's
         return _word(_INDEXER, last)
     area = next((a for a, pattern in _AREAS.items() if re.search(pattern, words)), "")
-    if ("." not in words or words.startswith("layer.")) and (norm := _word(_NORMS, last)):
-        return norm if "." not in words else ""
+    if "." not in words and (norm := _word(_NORMS, last)):
+        return norm
     if ("expert" in words and area != "shared" and "router" not in words) or last.endswith("_exps"):
-        role = _word(_EXPERTS, last)
-        role = (
-            "ffn.router.correction"
-            if _word(_FEED_FORWARD, last) == "ffn.router.correction"
-            else role
-        )
-        if role:
+        if _word(_FEED_FORWARD, last) == "ffn.router.correction":
+            return "ffn.router.correction"
+        if role := _word(_EXPERTS, last):
             return _first_of_two(role, inner, names)
     if re.search(r"block_sparse_moe\.(input|output)_linear", words):
         return _word(_EXPERTS, last)
-    if (
-        re.search(r"(router|gate)\.(layer|weight|wg|linear|classifier|proj|gate)$", words)
-        and area == "ffn"
-    ):
+    if area == "ffn" and re.search(r"(router|gate)\.(layer|weight|linear|classifier|proj)$", words):
         return "ffn.router"
-    if re.search(r"act(_fn)?\.alpha_[pn]$", words):
-        return f"ffn.{last}"
     role = _word(_IN_LAYER["attn" if area == "cross" else area], last)
     role = _first_of_two(role, inner, names)
-    if area == "cross":
-        role = role.replace("attn", "cross")
-    if area == "ffn" and role == "ffn.gate" and last == "gate_proj" and "up" not in " ".join(names):
-        role = "ffn.up"
-    if role == "ffn.router" and not any(
-        "expert" in name or "_exps" in name or "moe" in name for name in names
-    ):
+    if role == "ffn.router" and not any(re.search("expert|_exps|moe", name) for name in names):
         role = "ffn.gate"
-    return role
+    return role.replace("attn", "cross") if area == "cross" else role
 
 
 def _first_of_two(role: str, inner: str, names: Collection[str]) -> str:
-    """`role`, or that of the first of two matrices where w1 has no w3 beside it."""
-    third = inner[:-2] + {"w1": "w3", "W1": "W3", "w_1": "w_3"}.get(inner[-2:], "")
-    if role.endswith("gate") and inner.endswith("w1") and third not in names:
+    """`role`, or that of the first of two matrices if there is a w1 and no w3."""
+    if role.endswith("gate") and inner.endswith("w1") and f"{inner[:-1]}3" not in names:
         return role.removesuffix("gate") + "up"
     return role
 
@@ -262,8 +233,8 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     return roles
 
 
-def propose(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
-    """Lines for tensors that match a missing parameter, by name or else by shape."""
+def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
+    """Return lines for tensors that match a missing parameter, by name or else by shape."""
     wanted: dict[str, dict[str, Shape]] = {}
     for each in missing:
         name = numbered(_LEAF.sub("", each.parameter), "i")
