@@ -26,38 +26,38 @@ _FLAGS = {"chosen": "--strategies"}  # flags that are not called like the keywor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Draws what a model does with a prompt, as a page or an image.",
+        description="Draws a view of a model's computation on a prompt, as a page or an image.",
         epilog="\n".join(["views:", *(f"  {n:14}{one.about}" for n, one in VIEWS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--view", choices=list(VIEWS), default="tokens", metavar="NAME",
-        help="what to draw: one of those below (tokens)")  # fmt: skip
-    add("--prompt", metavar="TEXT", help="the text to look at, as it is")
-    add("--prompt-file", metavar="FILE", help="a file with it, UTF-8")
+        help="the view, one of those below (tokens)")  # fmt: skip
+    add("--prompt", metavar="TEXT", help="the text, without a chat template")
+    add("--prompt-file", metavar="FILE", help="a UTF-8 file with the text")
     add("--ids", metavar="IDS", help='token ids instead of a text, such as "1 15043"')
-    add("--chat", action="store_true", help="the text is a message of the user's")
-    add("--out", metavar="FILE", help="where to write it: .html or .svg (the view's name.html)")
+    add("--chat", action="store_true", help="put the text into the chat template as a user message")
+    add("--out", metavar="FILE", help="the file to write: .html or .svg (VIEW.html)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--top", type=int, metavar="N", help="tokens, lens: alternatives of each token")
-    add("--layer", type=int, metavar="N", help="patterns: of this layer (0); -1: the last one")
-    add("--module", metavar="NAME", help="patterns: of this attention (attn)")
-    add("--answer", metavar="TOKEN", help="attribution: of this token, a text (the likeliest one)")
-    add("--against", metavar="TOKEN", help="attribution: less the logit of this one")
-    add("--position", type=int, metavar="N", help="attribution: after this token (-1)")
-    add("--max-tokens", type=int, metavar="N", help="tokens of the answer, where there is one")
-    add("--branches", type=int, metavar="N", help="alternatives: how many (4)")
-    add("--ahead", type=int, metavar="N", help="alternatives: tokens of each (8)")
+    add("--top", type=int, metavar="N", help="tokens, lens: alternatives per token")
+    add("--layer", type=int, metavar="N", help="patterns: the layer (0); -1: the last layer")
+    add("--module", metavar="NAME", help="patterns: the attention module (attn)")
+    add("--answer", metavar="TOKEN", help="attribution: the token, as text (the likeliest)")
+    add("--against", metavar="TOKEN", help="attribution: subtract the logit of this token")
+    add("--position", type=int, metavar="N", help="attribution: the position of the prompt (-1)")
+    add("--max-tokens", type=int, metavar="N", help="length of the answer, in views that have one")
+    add("--branches", type=int, metavar="N", help="alternatives: number of branches (4)")
+    add("--ahead", type=int, metavar="N", help="alternatives: tokens per branch (8)")
     add("--strategies", dest="chosen", nargs="+", metavar="NAME",
-        help="strategies: some of the usual ones (all)")  # fmt: skip
+        help="strategies: only these (all)")  # fmt: skip
     add("--reference", metavar="SOURCE",
         help="quantization: compare with this model (the source without quantization)")  # fmt: skip
     return parser

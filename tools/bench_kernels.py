@@ -229,16 +229,16 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Times the kernels of a GPU, beside its memory and its tensor cores.",
+        description="Times GPU kernels, and compares them with the memory and the tensor cores.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
@@ -260,7 +260,7 @@ def check_gpu() -> None:
 
 
 def write(file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes all results as JSON, if a file was named."""
+    """Write all results as JSON, if a file was named."""
     if file:
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -105,19 +105,19 @@ def _line(streams: int, rounds: Sequence[dict[str, float]]) -> dict[str, object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each number of streams; returns the exit status."""
+    """Print a line for each number of streams; return the exit status."""
     parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures what LoRA adapters cost."
+        prog=prog_of_module(__spec__.name), description="Measures the cost of LoRA adapters."
     )
     add = parser.add_argument
     add("source", help="a .gguf, or a model whose weights are one")
-    add("--adapters", type=int, default=4, help="that the streams take in turn")
-    add("--rank", type=int, default=16, help="of each")
-    add("--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="answers at a time")
-    add("--tokens", type=int, default=48, help="of an answer")
+    add("--adapters", type=int, default=4, help="number of adapters; streams take them in turn")
+    add("--rank", type=int, default=16, help="rank of the adapters")
+    add("--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="concurrent answers")
+    add("--tokens", type=int, default=48, help="tokens per answer")
     add("--rounds", type=int, default=9)
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write all figures there")
+    add("--json", metavar="FILE", help="also write all figures as JSON")
     return run(_measure, parser.parse_args(arguments))
 
 

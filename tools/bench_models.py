@@ -210,7 +210,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def convert(source: Path, out: Path, type_name: str) -> None:
-    """Rewrites a GGUF file with all its matrices in one type."""
+    """Rewrite a GGUF file with all its matrices in one type."""
     checkpoint = open_checkpoint(source)
     writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
     copy_metadata(writer, checkpoint.metadata)
@@ -220,7 +220,7 @@ def convert(source: Path, out: Path, type_name: str) -> None:
 
 
 def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
-    """Writes a model of random weights, with the tokenizer of another GGUF file."""
+    """Write a model of random weights, with the tokenizer of another GGUF file."""
     metadata = open_checkpoint(tokenizer).metadata
     writer = gguf.GGUFWriter(out, shape.architecture)
     words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
@@ -249,18 +249,22 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Writes a .gguf to measure with, all its matrices in one type.",
+        description="Writes a .gguf for benchmarks, with all matrices in one type.",
     )
     add = parser.add_argument
     add("out", type=Path, help="the .gguf to write")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--source", help="real weights: a .gguf, or a model whose weights are one")
-    which.add_argument("--shape", choices=SHAPES, help="made-up weights of this size")
-    add("--type", choices=TYPES, default="Q4_0", help="of all matrices (Q4_0)")
-    add("--tokenizer", metavar="SOURCE", help=f"of made-up weights: a .gguf's ({_WORDS})")
+    which.add_argument("--shape", choices=SHAPES, help="random weights of this size")
+    add("--type", choices=TYPES, default="Q4_0", help="type of all matrices (Q4_0)")
+    add(
+        "--tokenizer",
+        metavar="SOURCE",
+        help=f"a .gguf with the tokenizer for random weights ({_WORDS})",
+    )
     return run(_run, parser.parse_args(arguments))
 
 

@@ -136,14 +136,18 @@ def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
         prog=prog_of_module(__spec__.name),
         description="Compares splits between a GPU and its host with the GPU alone.",
     )
     parser.add_argument("source", help="a model")
-    parser.add_argument("--dtype", default="float32", help="float32: tokens are to be equal")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="type of the computation (float32, in which tokens must be equal)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--split", help=argparse.SUPPRESS)
     return run(_run, parser.parse_args(arguments))
 

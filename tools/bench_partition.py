@@ -116,7 +116,7 @@ class SplitResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -127,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
     add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
-    add("--requests", type=int, default=8, help="at a time (8)")
-    add("--tokens", type=int, default=32, help="of each answer (32)")
+    add("--requests", type=int, default=8, help="concurrent requests (8)")
+    add("--tokens", type=int, default=32, help="tokens per answer (32)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
     add("--json", metavar="FILE", help="write the figures as JSON")

@@ -330,7 +330,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -339,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=prog_of_module(__spec__.name),
         description="Times the programs of a model of a well-known shape on a GPU.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
     parser.add_argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS)
     parser.add_argument(
@@ -347,16 +347,16 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=_format,
         default=list(FORMATS),
-        help="of weights: q3.5_b64, Q4_K, bf16, ...",
+        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
     )
     parser.add_argument(
         "--tasks",
         nargs="+",
         type=_task,
         default=list(TASKS),
-        help="decode-N, sampled-N and prompt-N",
+        help="programs: decode-N, sampled-N and prompt-N",
     )
-    parser.add_argument("--kernels", action="store_true", help="where the time goes")
+    parser.add_argument("--kernels", action="store_true", help="also time each kernel")
     return parser
 
 

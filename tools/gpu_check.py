@@ -96,7 +96,7 @@ PARTS = (
 
 
 def run_part(part: CheckPart, folder: Path, total: int, seconds: float) -> dict[str, Any]:
-    """Runs a part and returns its results, or its last lines of output."""
+    """Run a part and returns its results, or its last lines of output."""
     figures = folder / f"{part.name}.json"
     command = [word.format(json=figures, folder=folder) for word in part.command]
     environment = {**os.environ, **part.environment}
@@ -141,7 +141,7 @@ def device() -> tuple[str, int]:
 
 
 def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict[str, Any]:
-    """Runs the parts that there is time for, and writes their results after each."""
+    """Run the parts that there is time for, and write their results after each."""
     begun = time.monotonic()
     name, total = device()
     found: dict[str, Any] = {"device": name, "memory_mib": total, "parts": {}}
@@ -161,13 +161,17 @@ def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
         prog=prog_of_module(__spec__.name), description="Checks and measures jinfer on a GPU."
     )
     parser.add_argument("out", type=Path, help="a JSON file with all figures")
-    parser.add_argument("--seconds", type=float, default=600, help="that all parts have together")
-    parser.add_argument("--tables", action="store_true", help="print an existing file's tables")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit of all parts together (600)"
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="print the tables of an existing file"
+    )
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
     return run(_run, parser.parse_args(arguments))
 

@@ -96,12 +96,12 @@ _NAMES = {command.name: command for command in COMMANDS}
 
 
 def enter() -> NoReturn:
-    """Run the console script `jinfer`; exits the process."""
+    """Run the console script `jinfer`; exit the process."""
     exit_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
+    """Run a subcommand; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     match words:
         case [] | ["-h" | "--help" | "help"]:

@@ -103,7 +103,7 @@ def text_windows(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -114,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add_text(parser)
-    add("--stride", type=int, help="tokens from window to window (the length)")
+    add("--stride", type=int, help="tokens between the starts of windows (the length)")
     add("--definition", choices=("halves", "whole"), default="halves",
-        help="halves: as llama.cpp, whole: as Inferflow")  # fmt: skip
+        help="halves: as in llama.cpp; whole: as in Inferflow")  # fmt: skip
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="write the result as JSON too")
+    add("--json", metavar="FILE", help="also write the result as JSON")
     return parser
 
 

@@ -228,7 +228,7 @@ def draw(rows: Sequence[QualityRow], file: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -244,14 +244,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", default=[], choices=METHODS,
         help="default: nearest, search")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
-        help="also what `jinfer quantize` wrote; the folder's name is the row's")  # fmt: skip
+        help="also a folder that `jinfer quantize` wrote; its name labels the row")  # fmt: skip
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
     add("--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then")
     add("--peer-type", action="append", default=[], metavar="TYPE", help="such as Q4_K_M")
     add("--peer-imatrix", nargs="?", const="", metavar="TEXT", help="llama.cpp's types with an "
         "importance matrix of this text, or of the one that the model writes for GPTQ")  # fmt: skip
-    add("--json", metavar="FILE", help="write the rows as JSON too")
-    add("--svg", metavar="FILE", help="draw them, as SVG or PNG")
+    add("--json", metavar="FILE", help="also write the rows as JSON")
+    add("--svg", metavar="FILE", help="plot the rows, as SVG or PNG")
     return parser
 
 

@@ -60,7 +60,7 @@ def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def write_json(file: str | Path, value: Any) -> None:
-    """Writes what `--json` asks for."""
+    """Write what `--json` asks for."""
     Path(file).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 

@@ -55,7 +55,7 @@ def test_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     assert main([str(MODEL), *SMALL, "--json", str(report)]) == 0
     printed = capfd.readouterr().out
-    assert "nothing to compare with: no Python with llama_cpp" in printed
+    assert "no comparison: no Python with llama_cpp" in printed
     gives = r"^the memory gives \d+\.\d to \d+\.\d GB/s to \d+ cores$"
     assert re.search(gives, printed, re.MULTILINE)
     assert re.search(r"^\| decode 1 \| \d+\.\d \(\d+%\) \|$", printed, re.MULTILINE)
@@ -87,7 +87,7 @@ def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[st
     )
     assert main([str(MODEL), "--only", "sample1", *SMALL, "--beside", str(tmp_path / "old")]) == 0
     printed = capfd.readouterr().out
-    assert "left out, because not every side knows it: sample 1\n" in printed
+    assert "left out, because not every engine knows it: sample 1\n" in printed
     assert "| sample 1 |" not in printed
     assert "| | jinfer tokens/s (of the bandwidth) | jinfer in old tokens/s | ratio" in printed
     # A start is measured from outside, whatever a process says of it.

@@ -82,7 +82,7 @@ def test_a_server_without_models(monkeypatch: Any, capsys: Any) -> None:
 
     monkeypatch.setattr(httpx.AsyncClient, "get", nothing)
     assert main(["http://x"]) == 2
-    assert capsys.readouterr().err == "error: http://x: lists no model; --model says which to ask\n"
+    assert capsys.readouterr().err == "error: http://x: lists no model; give --model NAME\n"
 
 
 def test_figures_of_known_times() -> None:

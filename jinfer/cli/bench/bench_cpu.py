@@ -60,7 +60,7 @@ LARGE_TASKS = tuple(
 def compare(
     model: str, sides: Sequence[EngineUnderTest], rounds: int, tasks: Sequence[BenchTask]
 ) -> dict[str, Any]:
-    """Measures all engines on a model, in turns; ratios are relative to the first.
+    """Measure all engines on a model, in turns; ratios are relative to the first.
 
     Older checkouts that cannot sample would measure greedy decoding instead: tasks that an engine
     does not announce are left out.
@@ -133,7 +133,7 @@ def step_bytes(model: str) -> int | None:
 
 
 def add_shares(result: dict[str, Any], read: int) -> None:
-    """Adds the share of the memory bandwidth to each decode result, the median of the rounds.
+    """Add the share of the memory bandwidth to each decode result, the median of the rounds.
 
     Args:
         read: bytes of a step.
@@ -185,7 +185,7 @@ def _rate(row: Mapping[str, Any], side: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     options = _parser().parse_args(arguments)
     if options.worker:  # the parent process shows progress
         progress.show(False)
@@ -195,19 +195,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Measures jinfer on a CPU, beside llama.cpp or another version of jinfer.",
+        description="Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
     )
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one")
     add("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)")
     add("--only", action="append", default=[], metavar="TASK", choices=_words(),
         help=f"only this: {', '.join(_words())}")  # fmt: skip
-    add("--peer-python", metavar="FILE", help="a Python that has llama_cpp (this one, if it has)")
+    add("--peer-python", metavar="FILE", help="a Python with llama_cpp (this Python, if it has it)")
     add("--peer-type", action="append", default=[], metavar="TYPE",
-        help="what llama.cpp makes of the model, as Q4_K_M; may be repeated")  # fmt: skip
-    add("--beside", type=Path, metavar="CHECKOUT", help="also measure jinfer as it is there")
+        help="quantize the model with llama.cpp to this type; may be repeated")  # fmt: skip
+    add("--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="write the results as JSON too")
+    add("--json", metavar="FILE", help="also write the results as JSON")
     add("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS)
     return parser
 
@@ -243,11 +243,11 @@ def _run(options: argparse.Namespace) -> int:
     print(json.dumps(machine()))
     least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
     print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
-    print("what others did is not known here" if beside is None else str(beside))
+    print("load by other processes: unknown" if beside is None else str(beside))
     if len(found[0]["started"]) == 1:
-        print("nothing to compare with: no Python with llama_cpp (--peer-python), no --beside")
+        print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")
     if left_out := found[0]["left_out"]:
-        print(f"left out, because not every side knows it: {', '.join(left_out)}")
+        print(f"left out, because not every engine knows it: {', '.join(left_out)}")
     print(table(found))
     if options.json:
         said = None if beside is None else {"cores": beside.cores, "stolen": beside.stolen}

@@ -233,7 +233,7 @@ def drawing(streams: Sequence[BenchStream], path: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Prints the measurements."""
+    """Print the measurements."""
     rng = random.Random(options.seed)
     keys: dict[str, Any] = {
         "engine.slots": 16,
@@ -286,19 +286,20 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Measures what streams feel of one another: gaps, first tokens, rates.",
+        description="Measures latency interference between concurrent streams: time between "
+        "tokens, time to the first token, rates.",
     )
     parser.add_argument(
         "source", help="a model's name, a spec (.toml), a checkpoint folder or file, ..."
     )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of gaps (3)")
-    parser.add_argument("--tokens", type=int, default=120, help="that a stream gets (120)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
-    parser.add_argument("--svg", metavar="FILE", help="a drawing of the last round")
-    parser.add_argument("--json", metavar="FILE", help="the figures")
+    parser.add_argument("--tokens", type=int, default=120, help="tokens per stream (120)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (0)")
+    parser.add_argument("--svg", metavar="FILE", help="plot the last round")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     return run(measure, parser.parse_args(arguments))
 
 

@@ -300,11 +300,11 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BenchError(f"{url}: cannot be reached: {error}") from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise BenchError(f"{url}: lists no model; --model says which to ask") from None
+        raise BenchError(f"{url}: lists no model; give --model NAME") from None
 
 
 def report(options: argparse.Namespace, rows: Sequence[LoadResult]) -> int:
-    """Prints the results, and writes the requested files; 1 if nothing was answered."""
+    """Print the results, and write the requested files; 1 if nothing was answered."""
     print(table(rows))
     for row in rows:
         for why, count in row.errors.items():
@@ -322,43 +322,61 @@ def report(options: argparse.Namespace, rows: Sequence[LoadResult]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Measures how a server with OpenAI's interface stands load: "
+        description="Load tests an OpenAI-compatible HTTP server: "
         "first tokens, time between tokens, rates, answers within limits."
     )  # fmt: skip
     add = parser.add_argument
-    add("url", help="of the server, such as http://127.0.0.1:8080")
+    add("url", help="address of the server, such as http://127.0.0.1:8080")
     loop = parser.add_mutually_exclusive_group()
-    loop.add_argument("--rate", type=_numbers, metavar="R,R", help="users a second (open loop)")
+    loop.add_argument(
+        "--rate", type=_numbers, metavar="R,R", help="arrivals per second (open loop)"
+    )
     loop.add_argument("--clients", type=_counts, metavar="N,N", default=[1, 4, 8, 16],
-                      help="users at a time (closed loop; 1,4,8,16)")  # fmt: skip
-    add("--users", type=_count, default=32, help="of each load (32)")
-    add("--turns", type=_count, default=1, help="questions of a user (1)")
+                      help="concurrent users (closed loop; 1,4,8,16)")  # fmt: skip
+    add("--users", type=_count, default=32, help="users per load (32)")
+    add("--turns", type=_count, default=1, help="questions per user (1)")
     add(
         "--prompt",
         type=LengthMix.parse,
         default="64",
         metavar="MIX",
-        help="words: 64, or 32:3,512:1",
+        help="words of a prompt: 64, or a mix such as 32:3,512:1",
     )
-    add("--answer", type=LengthMix.parse, default="64", metavar="MIX", help="tokens at most (64)")
-    add("--shared", type=int, default=0, metavar="N", help="words that all users begin with (0)")
-    add("--text", action="store_true", help="ask /v1/completions, without a chat template")
-    add("--model", help="which of the server's models (the first that it lists)")
-    add("--api-key", metavar="KEY", help="what opens the server")
+    add(
+        "--answer",
+        type=LengthMix.parse,
+        default="64",
+        metavar="MIX",
+        help="max tokens of an answer (64)",
+    )
+    add(
+        "--shared",
+        type=int,
+        default=0,
+        metavar="N",
+        help="words of a prefix that all prompts share (0)",
+    )
+    add("--text", action="store_true", help="use /v1/completions, without a chat template")
+    add("--model", help="one of the server's models (the first that it lists)")
+    add("--api-key", metavar="KEY", help="the API key")
     add("--extra", type=_object, default={}, metavar="JSON",
         help='more fields of requests, such as {"ignore_eos": true}')  # fmt: skip
-    add("--first-limit", type=float, metavar="MS", help="to the first token, of a good answer")
-    add("--between-limit", type=float, metavar="MS", help="between tokens, of a good answer")
+    add("--first-limit", type=float, metavar="MS", help="limit of the time to the first token")
+    add("--between-limit", type=float, metavar="MS", help="limit of the time between tokens")
     add(
-        "--timeout", type=float, default=300.0, metavar="S", help="of silence, until it fails (300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="fail after so many seconds without data (300)",
     )
-    add("--warm-up", type=int, default=2, metavar="N", help="users before the first load (2)")
-    add("--seed", type=int, default=0, help="of all draws (0)")
-    add("--json", metavar="FILE", help="all figures")
-    add("--svg", metavar="FILE", help="a drawing of them")
+    add("--warm-up", type=int, default=2, metavar="N", help="users of the warm-up (2)")
+    add("--seed", type=int, default=0, help="random seed (0)")
+    add("--json", metavar="FILE", help="write all figures as JSON")
+    add("--svg", metavar="FILE", help="plot the figures")
     options = parser.parse_args(arguments)
     try:
         check_outputs(options)

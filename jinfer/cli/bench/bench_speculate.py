@@ -113,7 +113,7 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Prints the measurements."""
+    """Print the measurements."""
     overrides = overrides_of(options.set)
     most = max(options.streams)
     found: list[DraftGain] = []
@@ -143,22 +143,30 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures what drafts of tokens gain."
+        prog=prog_of_module(__spec__.name),
+        description="Measures the speedup of speculative decoding.",
     )
     add = parser.add_argument
-    add("source", help="a model, as everywhere")
+    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     chances = [0.0, 0.6, 0.7, 0.8, 0.9]
-    add("--accuracy", type=float, nargs="+", metavar="A", default=chances, help="of each token")
+    add(
+        "--accuracy",
+        type=float,
+        nargs="+",
+        metavar="A",
+        default=chances,
+        help="probability that a drafted token is right",
+    )
     counts: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
-    add("--nodes", **counts, default=[4, 8, 0], help="of a draft; 0: as it pays")
-    add("--streams", **counts, default=[1], help="answers at a time")
-    add("--tokens", type=int, default=128, help="of an answer")
+    add("--nodes", **counts, default=[4, 8, 0], help="tokens of a draft; 0: chosen at run time")
+    add("--streams", **counts, default=[1], help="concurrent answers")
+    add("--tokens", type=int, default=128, help="tokens per answer")
     add("--rounds", type=int, default=5)
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write all figures there")
-    add("--svg", metavar="FILE", help="draw them")
+    add("--json", metavar="FILE", help="also write all figures as JSON")
+    add("--svg", metavar="FILE", help="plot the figures")
     return run(measure, parser.parse_args(arguments))
 
 

@@ -89,7 +89,7 @@ class EngineProcess:
         return float(self._answer("rate")["rate"])
 
     def close(self) -> dict[str, Any]:
-        """Ends the process; returns its memory report."""
+        """End the process; return its memory report."""
         assert self.process.stdin is not None, "the process reads its tasks"
         self.process.stdin.close()
         memory = self._answer("rss")
@@ -97,7 +97,7 @@ class EngineProcess:
         return memory
 
     def stop(self) -> None:
-        """Kills the process, if it still runs."""
+        """Kill the process, if it still runs."""
         self.process.kill()
         with self.process:  # closes its pipes, and waits
             pass

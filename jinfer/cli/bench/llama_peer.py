@@ -37,7 +37,7 @@ def command(python: str, *arguments: str) -> list[str]:
 
 
 def ask(python: str, request: dict[str, Any]) -> None:
-    """Runs a request in llama.cpp's own process. Raises `OSError` with its error output."""
+    """Run a request in llama.cpp's own process. Raises `OSError` with its error output."""
     asked = json.dumps(request)
     done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
     if done.returncode in _ILLEGAL:
@@ -137,7 +137,7 @@ def silence(api: Any) -> None:
 
 
 def quantize(api: Any, source: str, out: str, type_name: str, imatrix: str | None = None) -> None:
-    """Writes a GGUF file in another type, such as "Q3_K_M"; llama.cpp picks each tensor's type.
+    """Write a GGUF file in another type, such as "Q3_K_M"; llama.cpp picks each tensor's type.
 
     Args:
         imatrix: a .npz file, the mean squares of the inputs of each tensor by its name.
@@ -168,7 +168,7 @@ def _imatrix(api: Any, file: str) -> tuple[dict[str, Any], Any]:
 
 
 def _score(request: dict[str, Any]) -> None:
-    """Writes the log-probabilities of windows' tokens, and all logits of some of them."""
+    """Write the log-probabilities of windows' tokens, and all logits of some of them."""
     import numpy as np
 
     llama = Llama(request["model"], request["length"], 1)
@@ -189,7 +189,7 @@ def _score(request: dict[str, Any]) -> None:
 
 
 def _tokenize(request: dict[str, Any]) -> None:
-    """Writes token ids of texts, with and without parsing special tokens, and EOG tokens."""
+    """Write token ids of texts, with and without parsing special tokens, and EOG tokens."""
     import llama_cpp
 
     silence(llama_cpp)
@@ -230,7 +230,7 @@ class BenchEngine(Protocol):
 
 
 def answer_tasks(start: Callable[[], BenchEngine]) -> int:
-    """Measures the tasks of standard input, one per line, such as "decode 4".
+    """Measure the tasks of standard input, one per line, such as "decode 4".
 
     "deep 7900" decodes one sequence after a prompt of so many tokens.
     """
@@ -298,7 +298,7 @@ class LlamaPeer:
 
 
 def main() -> int:
-    """Measures `MODEL THREADS`, or runs a JSON request: quantize, tokenize, score."""
+    """Measure `MODEL THREADS`, or run a JSON request: quantize, tokenize, score."""
     try:
         import llama_cpp
     except ImportError as error:

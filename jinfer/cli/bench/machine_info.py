@@ -91,7 +91,7 @@ class CPUCounters:
 
 
 def counters(stat: Path = _STAT) -> CPUCounters | None:
-    """Reads the counters; None if the system has none."""
+    """Read the counters; None if the system has none."""
     try:
         name, *words = stat.read_text(encoding="utf-8").split("\n", 1)[0].split()
         ticks = [int(word) for word in words]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import Part
-from jinfer.cli.propose.layer_branch import Branch
-from jinfer.cli.propose.spec_facts import KEYS, SpecFacts, Value
+from jinfer.cli.propose.proposal import KEYS, Branch, SpecFacts, Value
 
 _FUSED = "{q,k,v}"
 _WINDOWS = (

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import Part
-from jinfer.cli.propose.layer_branch import Branch, activation, linear
-from jinfer.cli.propose.spec_facts import KEYS, SpecFacts
+from jinfer.cli.propose.proposal import KEYS, Branch, SpecFacts, activation, linear
 
 _FUSED = "{gate,up}"
 _SCORING = (

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import LayerKind, Part
-from jinfer.cli.propose.layer_branch import Branch, norm
+from jinfer.cli.propose.proposal import Branch, SpecFacts, norm
 from jinfer.cli.propose.propose_attention import attention
 from jinfer.cli.propose.propose_feed_forward import experts, feed_forward
 from jinfer.cli.propose.propose_state import channel_mixing, state_block
-from jinfer.cli.propose.spec_facts import SpecFacts
 from jinfer.cli.propose.tensor_roles import role_in_layer
 
 _PARALLEL = (

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import CheckpointLayers, Part
-from jinfer.cli.propose.layer_branch import ACTIVATIONS, linear, norm
-from jinfer.cli.propose.spec_facts import KEYS, SpecFacts
+from jinfer.cli.propose.proposal import ACTIVATIONS, KEYS, SpecFacts, linear, norm
 from jinfer.cli.propose.tensor_roles import role_outside
 
 _TABLES = {"position": "positions", "token_type": "token_types"}

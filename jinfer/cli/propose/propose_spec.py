@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of
+from jinfer.cli.propose.proposal import KEYS, SpecFacts, read_keys
 from jinfer.cli.propose.propose_layers import ProposedLayer, pattern_of, propose_layer
 from jinfer.cli.propose.propose_outside import ProposedOutside, propose_outside
-from jinfer.cli.propose.spec_facts import KEYS, SpecFacts, read_keys
 from jinfer.cli.toml_writer import inline_text
 from jinfer.opening.model_files import ModelFiles
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import Part
-from jinfer.cli.propose.layer_branch import Branch
-from jinfer.cli.propose.spec_facts import KEYS, SpecFacts, Value
+from jinfer.cli.propose.proposal import KEYS, Branch, SpecFacts, Value
 
 type Parts = Mapping[str, Part]
 # Values of the template's "@name"; None if the shapes are not such a block's.

@@ -94,7 +94,7 @@ def convert(
     orbax: bool = False,
     layout: str | None = None,
 ) -> list[FormatRow]:
-    """Writes a native checkpoint; returns one row for each format.
+    """Write a native checkpoint; return one row for each format.
 
     Memory holds no more than one of its files, and a decoded tensor per thread; if the model reads
     a text, also a layer and the vectors of all tokens.
@@ -221,7 +221,7 @@ def _separately(
 
 
 def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Runs in threads, at most one result per thread ahead of the consumer."""
+    """Run in threads, at most one result per thread ahead of the consumer."""
     threads = min(4, os.cpu_count() or 1)
     waiting = deque[tuple[str, Future[Any]]]()
     with ThreadPoolExecutor(threads) as pool:
@@ -238,14 +238,14 @@ def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Writes a quantized checkpoint that loads at once.",
+        description="Writes a quantized checkpoint, which loads without conversion.",
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
@@ -262,14 +262,18 @@ def _parser() -> argparse.ArgumentParser:
         help="as quantization.method (auto): search takes a fraction of the time of feedback, and "
         "below 5 bits loses several times as much quality; nearest loses more still",
     )
-    add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
-        "Without one, the model reads what it writes itself")  # fmt: skip
-    add("--tokens", type=int, default=TOKENS, help=f"read to learn that ({TOKENS})")
+    add("--calibration", metavar="TEXT", help="a text file to calibrate with; "
+        "by default, texts that the model generates")  # fmt: skip
+    add("--tokens", type=int, default=TOKENS, help=f"tokens to calibrate with ({TOKENS})")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--layout", choices=LAYOUTS, help="write a GPTQ or compressed-tensors folder for "
-        "transformers and vLLM, or of a GGUF file another one for llama.cpp")  # fmt: skip
-    add("--orbax", action="store_true", help="write the arrays with Orbax, to be read in shards")
-    add("--json", metavar="FILE", help="write the table as JSON too")
+        "transformers and vLLM, or from a GGUF file another GGUF file for llama.cpp")  # fmt: skip
+    add(
+        "--orbax",
+        action="store_true",
+        help="write the arrays with Orbax, which can be read in shards",
+    )
+    add("--json", metavar="FILE", help="also write the table as JSON")
     return parser
 
 

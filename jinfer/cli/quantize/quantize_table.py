@@ -71,7 +71,7 @@ class ErrorSums:
         values: np.ndarray,
         inputs: InputStats | None = None,
     ) -> None:
-        """Adds a tensor, and the values it was quantized from."""
+        """Add a tensor, and the values it was quantized from."""
         rounded = tensor.rounded if isinstance(tensor, OutlierTensor) else tensor
         values = values.astype(np.float32)  # sums of squares are beyond float16
         for index in np.ndindex(*rounded.stack):

@@ -100,7 +100,7 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
-    """Writes the equivalent model as GGUF, with the original metadata; vectors stay float32."""
+    """Write the equivalent model as GGUF, with the original metadata; vectors stay float32."""
     writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
     copy_metadata(writer, checkpoint.metadata)
     for name, values in rotated(checkpoint, seed):
@@ -109,15 +109,15 @@ def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Writes a model of the same function whose weights lie on no grid.",
+        description="Writes a model with rotated weights and the same outputs, to test quantizers.",
     )
     parser.add_argument("source", help="a .gguf with RMS norms before its blocks")
     parser.add_argument("out", type=Path, help="the .gguf to write")
-    parser.add_argument("--type", choices=_TYPES, default="F16", help="of matrices (F16)")
-    parser.add_argument("--seed", type=int, default=0, help="of the orthogonal matrix (0)")
+    parser.add_argument("--type", choices=_TYPES, default="F16", help="type of the matrices (F16)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the orthogonal matrix (0)")
     return run(_run, parser.parse_args(arguments))
 
 

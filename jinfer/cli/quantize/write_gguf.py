@@ -40,12 +40,12 @@ class StoredTensor(NamedTuple):
 
 
 class GGUFWriter:
-    """Writes tensors, in any order, to a file that has room for all of them; open in its `with`."""
+    """Write tensors, in any order, to a file that has room for all of them; open in its `with`."""
 
     def __init__(
         self, path: Path, metadata: Mapping[str, bytes], tensors: Mapping[str, StoredTensor]
     ) -> None:
-        """Lays the file out.
+        """Lay the file out.
 
         Args:
             metadata: key -> type and value, as bytes of the file.
@@ -67,7 +67,7 @@ class GGUFWriter:
         self._path, self._header, self._end = path, header, len(header) + end
 
     def __enter__(self) -> Self:
-        """Writes the header."""
+        """Write the header."""
         with ExitStack() as stack:
             self._file: BinaryIO = stack.enter_context(self._path.open("wb"))
             self._file.write(self._header)
@@ -79,7 +79,7 @@ class GGUFWriter:
         self._open.close()
 
     def write(self, name: str, raw: np.ndarray) -> None:
-        """Writes a tensor's bytes."""
+        """Write a tensor's bytes."""
         self._file.seek(len(self._header) + self._offsets[name])
         np.ascontiguousarray(raw).tofile(self._file)
 
@@ -95,7 +95,7 @@ def _text(text: str) -> bytes:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
-    """Adds a tensor: a matrix in the type, a vector in float32."""
+    """Add a tensor: a matrix in the type, a vector in float32."""
     if values.ndim == 1:
         writer.add_tensor(name, values)
         return
@@ -113,14 +113,14 @@ def packed_rows(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Copies another file's metadata, except what the writer sets itself."""
+    """Copy another file's metadata, except what the writer sets itself."""
     for key, value in metadata.items():
         if key not in ("general.architecture", "general.file_type") and key[:5] != "GGUF.":
             _add(writer, key, value)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Adds a metadata value, in the type it was read as."""
+    """Add a metadata value, in the type it was read as."""
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -135,7 +135,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file, which is renamed to its final name when complete."""
+    """Write the file, which is renamed to its final name when complete."""
     out = Path(writer.path or "")
     part = out.with_name(f".{out.name}.part")
     try:

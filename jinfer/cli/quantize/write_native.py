@@ -57,7 +57,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 class OrbaxWriter(Writer):
-    """Writes named arrays to Orbax's folder `model.orbax`, and its description beside it."""
+    """Write named arrays to Orbax's folder `model.orbax`, and its description beside it."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Arguments as for `Writer`. Raises `CheckpointError` if Orbax is not installed."""
@@ -66,7 +66,7 @@ class OrbaxWriter(Writer):
         self._arrays: dict[str, list[Any]] = {}
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Writes the remaining arrays, and `metadata`."""
+        """Write the remaining arrays, and `metadata`."""
         self._flush(metadata)
         path = self._folder / FOLDER
         self._api.partial.finalize(path.absolute())
@@ -108,7 +108,7 @@ class OrbaxWriter(Writer):
 def write_specification(
     folder: Path, source: ModelFiles, overrides: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Writes `spec.toml`, and beside it the specifications it is based on.
+    """Write `spec.toml`, and beside it the specifications it is based on.
 
     Args:
         overrides: user tables laid over the source's.
@@ -141,7 +141,7 @@ def write_specification(
 
 
 def copy_companions(folder: Path, source: ModelFiles, tokenizer: Path) -> dict[str, Any]:
-    """Copies files read beside the weights: config.json, tokenizer files, pooling.
+    """Copy files read beside the weights: config.json, tokenizer files, pooling.
 
     Args:
         tokenizer: where the source's tokenizer is.
@@ -175,7 +175,7 @@ def _copy(source: Path, target: Path, patterns: Iterable[str]) -> None:
 
 
 def _copy_pooling(source: Path, target: Path) -> None:
-    """Copies sentence-transformers' modules, each in its own folder."""
+    """Copy sentence-transformers' modules, each in its own folder."""
     if not (source / "modules.json").is_file():
         return
     for pattern in ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"):

@@ -17,7 +17,7 @@ _stuck = False  # set where threads may wait for others that could not be starte
 
 
 def run_for_status(command: Callable[[], int]) -> int:
-    """Runs a command; returns its exit status, also after Ctrl-C, a closed pipe or a limit."""
+    """Run a command; return its exit status, also after Ctrl-C, a closed pipe or a limit."""
     global _stuck
     try:
         return command()
@@ -46,7 +46,7 @@ def _print_no_more() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits the process; without waiting for compilation after Ctrl-C.
+    """Exit the process; without waiting for compilation after Ctrl-C.
 
     Nor after a process limit was reached: threads may wait for others that never started.
     """

@@ -68,7 +68,7 @@ def merge_alternatives(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, chat: bool) -> None:
-    """Checks that flags do not conflict, before anything is opened.
+    """Check that flags do not conflict, before anything is opened.
 
     Args:
         chat: whether it is a chat, with or without the flag.
@@ -98,7 +98,7 @@ def check(options: argparse.Namespace, chat: bool) -> None:
 
 
 def check_pairs(given: Collection[str]) -> None:
-    """Checks given sampling flags for conflicts. Raises `FlagError`."""
+    """Check given sampling flags for conflicts. Raises `FlagError`."""
     for never in _CONFLICTS:
         if never.flag in given and (other := _first(never.others, given)):
             raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
@@ -116,7 +116,7 @@ def _check_settings(options: argparse.Namespace) -> None:
 
 
 def check_effects(given: Collection[str], params: SamplingParams) -> None:
-    """Checks that sampling parameters from flags have an effect, given all parameters of a request.
+    """Check that sampling parameters from flags have an effect, given all parameters of a request.
 
     Raises:
         FlagError: one has no effect.

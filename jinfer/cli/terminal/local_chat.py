@@ -37,7 +37,7 @@ class LocalChat(chat_loop.ChatSession):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
-        """Answers a message."""
+        """Answer a message."""
         params = self.params()
         asked: Message = {"role": "user", "content": message}
         room = self.llm.session.room

@@ -38,7 +38,7 @@ class Chat(ABC):
 
     @abstractmethod
     def answer(self, message: str) -> None:
-        """Answers a message.
+        """Answer a message.
 
         After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
         unanswered.
@@ -69,7 +69,7 @@ class SlashCommand:
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs a line that begins with /. Raises `RequestError`."""
+    """Run a line that begins with /. Raises `RequestError`."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
     command = COMMANDS.get(ALIASES.get(name, name))

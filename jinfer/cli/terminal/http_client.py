@@ -52,19 +52,19 @@ class ServerConnection:
 
     def models(self) -> list[str]:
         """The names of the served models. Raises `RemoteError`."""
-        with self._asked("GET", "/v1/models", None) as answer:
+        with self._request("GET", "/v1/models", None) as answer:
             found = _json(answer.read())
         named = [each.get("id") for each in dicts_in(found.get("data"))]
         return [name for name in named if isinstance(name, str)]
 
     def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends a request for a whole response. Raises `RemoteError`."""
-        with self._asked("POST", path, body) as answer:
+        """Send a request for a whole response. Raises `RemoteError`."""
+        with self._request("POST", path, body) as answer:
             return _json(answer.read())
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """Sends a request and yields its events as they come. Raises `RemoteError`."""
-        with self._asked("POST", path, body) as answer:
+        """Send a request and yield its events as they come. Raises `RemoteError`."""
+        with self._request("POST", path, body) as answer:
             while line := answer.readline(_MAX_LINE + 1):
                 if len(line) > _MAX_LINE:
                     raise RemoteError(f"{self.url}: an event is longer than {_MAX_LINE} bytes")
@@ -77,13 +77,13 @@ class ServerConnection:
                 if "error" in event:
                     raise _error_of_body(event, "the answer ended with an error")
                 yield event
-        raise RemoteError(f"{self.url}: the answer broke off")
+        raise RemoteError(f"{self.url}: the connection closed in the middle of the answer")
 
     @contextlib.contextmanager
-    def _asked(
+    def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Sends a request; yields the successful response, and converts errors while it is read."""
+        """Send a request; yield the successful response, and convert errors while it is read."""
         parts = _parts(self.url)
         connection = _connection(parts)
         base = "" if parts.scheme == "unix" else parts.path.rstrip("/").removesuffix("/v1")
@@ -98,19 +98,19 @@ class ServerConnection:
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise _error_of_response(answer)
-            if told := answer.getheader(_IGNORED):
-                print(f"ignored by the server: {sanitized(told)}", file=sys.stderr)
+            if ignored := answer.getheader(_IGNORED):
+                print(f"ignored by the server: {sanitized(ignored)}", file=sys.stderr)
             yield answer
         except TimeoutError:
-            raise RemoteError(f"{self.url}: the server says nothing") from None
+            raise RemoteError(f"{self.url}: the server sends nothing") from None
         except OSError as error:
             why = error.strerror or str(error)
             raise RemoteError(
-                f"{self.url}: cannot be reached: {why}; --url or JINFER_URL says where it is"
+                f"{self.url}: cannot be reached: {why}; set --url or JINFER_URL"
             ) from None
         except http.client.HTTPException as error:
             why = str(error) or type(error).__name__
-            raise RemoteError(f"{self.url}: is no HTTP: {why}") from None
+            raise RemoteError(f"{self.url}: does not speak HTTP: {why}") from None
         finally:
             connection.close()
 
@@ -178,11 +178,11 @@ def _error_of_response(answer: http.client.HTTPResponse) -> RemoteError:
     return RemoteError(otherwise) if found is None else _error_of_body(found, otherwise)
 
 
-def _error_of_body(body: Mapping[str, Any], otherwise: str) -> RemoteError:
+def _error_of_body(body: Mapping[str, Any], default: str) -> RemoteError:
     """The error in a JSON body: OpenAI's format, or a text under a common key."""
     error = body.get("error", body)
     if not isinstance(error, Mapping):
         return RemoteError(str(error))
-    said = error.get("message") or error.get("detail") or otherwise
+    message = error.get("message") or error.get("detail") or default
     full = any(error.get(name) in _FULL for name in ("code", "type"))
-    return RemoteError(str(said), full=full)
+    return RemoteError(str(message), full=full)
