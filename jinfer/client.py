@@ -59,19 +59,19 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{model} at {server.url}", file=sys.stderr)
         return dialogue.run(None)
     if options.raw:
-        path, asked = TEXT, completion_body(question, sampling(options), model)
+        path, body = TEXT, completion_body(question, sampling(options), model)
     else:
         messages: list[Message] = [*system, {"role": "user", "content": question}]
-        path, asked = CHAT, chat_body(messages, sampling(options), model)
+        path, body = CHAT, chat_body(messages, sampling(options), model)
     if options.json or max(options.n or 1, options.best_of or 1) > 1:
         with task(f"waiting for {server.url}"):
-            whole = server.whole(path, asked)
+            whole = server.whole(path, body)
         if not options.json:
             return _several(whole)
         print(json.dumps(whole, ensure_ascii=False))
         return 0
     screen = WrappingWriter()
-    answer = stream_answer(server, asked, screen, print_reasoning)
+    answer = stream_answer(server, body, screen, print_reasoning)
     screen.end(STOPPED if answer.interrupted and sys.stdout.isatty() else "")
     if sys.stderr.isatty():
         print(answer.rates(), file=sys.stderr)

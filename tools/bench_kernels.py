@@ -60,7 +60,7 @@ SHAPES = {  # outputs, inputs
 }
 ROWS = (1, 8, 64, 512)
 CACHES = (*FLOAT_DTYPES, *FORMATS)
-# Sequences that decode a token each, and tokens of a prompt beside them.
+# Sequences that decode a token each, and tokens of a prompt in the same batch.
 ATTENTION_BATCHES = ((1, 0), (4, 0), (16, 0), (0, 8), (0, 512), (8, 504))
 _STACK_BYTES = 1 << 30
 _REPEATS = 5

@@ -68,7 +68,7 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table, and write it as JSON if asked; return the exit status."""
+    """Print a table, and optionally write it as JSON; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
         description="Measures quantized matmuls by width, shape and rows.",

@@ -1,7 +1,7 @@
 """LoRA benchmark: `python -m tools.bench_lora MODEL.gguf [--json FILE]`.
 
 Decoding with adapters of random numbers in all projections, and with room for them that no request
-uses, beside the same model without room. All three are in one process and take turns; a ratio is
+uses, against the same model without room. All three are in one process and take turns; a ratio is
 the median of the rounds' ratios.
 """
 

@@ -122,12 +122,12 @@ def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str,
             print(f"{name:<34} {row['error']}", flush=True)
         else:
             row["equal"] = tokens == expected
-            said = "equal" if row["equal"] else "OTHER TOKENS"
+            verdict = "equal" if row["equal"] else "OTHER TOKENS"
             started = f"first answer after {row['first_answer_seconds']:.0f} s"
             print(
                 f"{name:<34} {row['tokens_per_second']:8.1f} tokens/s, {TOGETHER} together "
                 f"{row['tokens_per_second_together']:8.1f}, {row['bytes_in_use'] / 2**20:8.0f} MiB "
-                f"on the device, {started}, {said}",
+                f"on the device, {started}, {verdict}",
                 flush=True,
             )
         found[name] = row

@@ -172,8 +172,8 @@ def _measure(
             for _ in range(options.requests)
         ]
         params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-        for asked in (prompts[:1], prompts):  # warm up: compile their programs
-            llm.generate(asked, params)
+        for batch in (prompts[:1], prompts):  # warm up: compile their programs
+            llm.generate(batch, params)
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
@@ -220,7 +220,7 @@ def to_text(every: Sequence[SplitResult]) -> str:
         for each in every
     ]
     note = [
-        f"{len(jax.devices())} virtual devices share this machine's cores, so no speed is said; "
+        f"{len(jax.devices())} virtual devices share this machine's cores: no speed is reported; "
         "exchanges and bytes are of a token"
     ]
     return "\n".join([*_table(heads, rows), *(["", *note] if virtual else [])])

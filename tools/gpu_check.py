@@ -133,10 +133,10 @@ def device() -> tuple[str, int]:
     """Name of the first GPU, and MiB of its memory, from its driver and not from JAX."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        verdict = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except subprocess.CalledProcessError as error:
         raise OSError(f"nvidia-smi: {error.stderr.strip() or error}") from None
-    name, memory = said.splitlines()[0].rsplit(",", 1)
+    name, memory = verdict.splitlines()[0].rsplit(",", 1)
     return name.strip(), int(memory)
 
 
@@ -243,8 +243,8 @@ def _offload(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {name} | {row['error']} | | | |"
             continue
         rates = row["tokens_per_second"], row["tokens_per_second_together"]
-        memory, said = row["bytes_in_use"] / (1 << 20), "equal" if row["equal"] else "OTHER"
-        yield f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} | {memory:,.0f} | {said} |"
+        memory, verdict = row["bytes_in_use"] / (1 << 20), "equal" if row["equal"] else "OTHER"
+        yield f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} | {memory:,.0f} | {verdict} |"
     yield ""
 
 

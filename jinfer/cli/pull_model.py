@@ -81,11 +81,11 @@ def _install(source: str) -> None:
     invalidate_caches()
 
 
-def _fetch(source: str, beside: Path) -> Path:
+def _fetch(source: str, folder: Path) -> Path:
     if source.startswith("hf://"):
         # The hub's library shows its own progress.
         print(f"fetching {source}", file=sys.stderr)
-    return locate(source, beside)
+    return locate(source, folder)
 
 
 if __name__ == "__main__":

@@ -88,20 +88,20 @@ def bits_per_weight(llm: LLM) -> float:
     return bits / weights
 
 
-def weight_error(llm: LLM, wanted: dict[str, np.ndarray]) -> float:
+def weight_error(llm: LLM, weights: dict[str, np.ndarray]) -> float:
     """Root mean square error of the matrices, relative to their root mean square."""
     wrong = total = 0.0
     for name, leaf in zip(llm._engine.model.names, llm._engine.parameters, strict=True):
         if isinstance(leaf, QuantizedTensor | OutlierTensor | ReorderedTensor):
-            difference = np.asarray(leaf.dequantize()) - wanted[name]
+            difference = np.asarray(leaf.dequantize()) - weights[name]
             wrong += float(np.square(difference, dtype=np.float64).sum())
-            total += float(np.square(wanted[name], dtype=np.float64).sum())
+            total += float(np.square(weights[name], dtype=np.float64).sum())
     return (wrong / total) ** 0.5 if total else 0.0
 
 
-def divergence(logits: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
+def divergence(logits: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Mean divergence from the reference, and how often the most likely token agrees."""
-    given, true = _log_softmax(logits), _log_softmax(wanted)
+    given, true = _log_softmax(logits), _log_softmax(expected)
     each = np.sum(np.exp(true) * (true - given), axis=-1)
     return float(each.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
 
@@ -135,13 +135,13 @@ def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Refer
 
 
 def measure(
-    source: str, name: str, keys: dict[str, Any], parts: Sequence[Window], wanted: Reference
+    source: str, name: str, keys: dict[str, Any], parts: Sequence[Window], baseline: Reference
 ) -> QualityRow:
     """The results of one quantization."""
     llm = LLM(source, **keys)
-    apart, same = divergence(counted_logits(llm, parts[:2]), wanted.logits)
+    apart, same = divergence(counted_logits(llm, parts[:2]), baseline.logits)
     found = perplexity(llm, parts, progress=sys.stderr.isatty())
-    bits, rmse = bits_per_weight(llm), weight_error(llm, wanted.weights)
+    bits, rmse = bits_per_weight(llm), weight_error(llm, baseline.weights)
     del llm
     gc.collect()
     return QualityRow("jinfer", name, bits, rmse, found.value, found.error, apart, same)
@@ -152,11 +152,11 @@ def peer_rows(
     gguf: str,
     types: Sequence[str],
     parts: Sequence[Window],
-    wanted: Reference,
+    baseline: Reference,
     imatrix: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[QualityRow]:
     """Results of llama.cpp's types, made from a GGUF file, with an importance matrix or without."""
-    matrices = sum(weight.size for weight in wanted.weights.values())
+    matrices = sum(weight.size for weight in baseline.weights.values())
     with tempfile.TemporaryDirectory() as folder:
         weighed = None if imatrix is None else str(Path(folder) / "imatrix.npz")
         if weighed is not None:
@@ -170,7 +170,7 @@ def peer_rows(
             ask(python, {"score": request})
             with np.load(out) as found:
                 score = summary(found["losses"], len(parts))
-                apart, same = divergence(found["logits"], wanted.logits)
+                apart, same = divergence(found["logits"], baseline.logits)
                 bits = 8 * float(found["size"]) / matrices
             Path(model).unlink()
             name = name if imatrix is None else f"{name} imatrix"
@@ -265,18 +265,18 @@ def _run(options: argparse.Namespace) -> int:
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]
     del first
     begun = time.perf_counter()
-    wanted, row = reference(options.source, parts, options.length)
+    baseline, row = reference(options.source, parts, options.length)
     rows = [row]
     for name, source, keys in track(list(_ways(options)), "measuring", unit="way"):
         keys = {"engine.context": options.length, **keys}
-        rows.append(measure(source, name, keys, parts, wanted))
+        rows.append(measure(source, name, keys, parts, baseline))
         print(table(rows[-1:]).splitlines()[-1])
     if options.peer_python:
         types, imatrix = options.peer_type or PEER_TYPES, None
         if calibration is not None:
             imatrix = importance_matrix(options.source, calibration=calibration or None)
-        asked = (options.peer_python, options.source, types, parts, wanted, imatrix)
-        for found in peer_rows(*asked):
+        peer = (options.peer_python, options.source, types, parts, baseline, imatrix)
+        for found in peer_rows(*peer):
             rows.append(found)
             print(table(rows[-1:]).splitlines()[-1])
     print(table(rows))

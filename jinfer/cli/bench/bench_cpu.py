@@ -2,7 +2,7 @@
 
 Peers are llama.cpp, if a Python has it (`--peer-python`), and another checkout of jinfer
 (`--beside`). All load the same file, or llama.cpp its own quantization of it (`--peer-type Q4_K_M`,
-beside `--set quantization.weights=q4`: the cost of equal quality), each in a process of its own
+with `--set quantization.weights=q4`: the cost of equal quality), each in a process of its own
 that waits while another works. They take turns, and a ratio is the median of the ratios of the
 rounds, because the machine's speed changes from minute to minute but hardly within a round. All use
 the cores of this process's affinity, so `taskset -c 0` measures one core.
@@ -239,19 +239,19 @@ def _run(options: argparse.Namespace) -> int:
     bandwidth = [
         rate for one in found for row in one["tasks"].values() for rate in row["bandwidth"]
     ] or [read_rate(usable_cores())]
-    beside = others(before, counters())
+    load = others(before, counters())
     print(json.dumps(machine()))
     least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
     print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
-    print("load by other processes: unknown" if beside is None else str(beside))
+    print("load by other processes: unknown" if load is None else str(load))
     if len(found[0]["started"]) == 1:
         print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")
     if left_out := found[0]["left_out"]:
         print(f"left out, because not every engine knows it: {', '.join(left_out)}")
     print(table(found))
     if options.json:
-        said = None if beside is None else {"cores": beside.cores, "stolen": beside.stolen}
-        report = {"machine": machine(), "others": said, "results": found}
+        others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
+        report = {"machine": machine(), "others": others_load, "results": found}
         write_json(options.json, report)
     return 0
 

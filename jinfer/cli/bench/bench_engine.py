@@ -3,11 +3,12 @@
 Four measurements, all on one engine in one run, so that they can be compared:
 
 - a prompt that arrives while four streams decode: the longest gap between two tokens of a stream
-  beside its usual gap, and the new prompt's time to first token (TTFT);
+  compared with the usual gap, and the new prompt's time to first token (TTFT);
 - a prefix of 1,000 tokens shared by 16 requests (prefix cache): how often it is computed, and the
   TTFT of the first request and of the others;
-- streams of mixed lengths that arrive over time: total tokens per second, beside one stream alone;
-- answers under a JSON schema beside free ones of the same lengths, in turns.
+- streams of mixed lengths that arrive over time: total tokens per second, compared with one stream
+  alone;
+- answers under a JSON schema compared with free answers of the same lengths, in turns.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class BenchStream:
 
 @dataclass(frozen=True)
 class StreamGaps:
-    """A long prompt beside streams, in seconds.
+    """A long prompt during streams, in seconds.
 
     Attributes:
-        usual, longest: gap between two arrivals at a stream, alone and beside the prompt; tokens of
+        usual, longest: gap between two arrivals at a stream, alone and during the prompt; tokens of
             one call arrive together.
-        first: time to first token of the prompt, beside the streams; and alone.
+        first: time to first token of the prompt, during the streams; and alone.
     """
 
     usual: float
@@ -94,13 +95,13 @@ class SharedPrefix:
 
     Attributes:
         computed: prompt tokens computed.
-        asked: prompt tokens requested.
+        prompt_tokens: prompt tokens requested.
         first, others: time to first token, of the first request and (median) of the others.
         own: the same for a prompt with only the unshared part of the others.
     """
 
     computed: int
-    asked: int
+    prompt_tokens: int
     first: float
     others: float
     own: float
@@ -161,13 +162,13 @@ def shared(llm: LLM, rng: random.Random) -> SharedPrefix:
         stream.start(llm)
     _wait(streams)
     after = llm.stats()
-    asked = after.prompt_tokens - before.prompt_tokens
-    computed = asked - (after.cached_tokens - before.cached_tokens)
+    prompt_tokens = after.prompt_tokens - before.prompt_tokens
+    computed = prompt_tokens - (after.cached_tokens - before.cached_tokens)
     late = BenchStream([*begin, *_prompt(rng, vocab, 20)], 4).start(llm)
     _wait([late])
     own = BenchStream(_prompt(rng, vocab, 20), 4).start(llm)
     _wait([own])
-    return SharedPrefix(computed, asked, streams[0].times[0], late.times[0], own.times[0])
+    return SharedPrefix(computed, prompt_tokens, streams[0].times[0], late.times[0], own.times[0])
 
 
 def mixed(llm: LLM, rng: random.Random, tokens: int) -> MixedStreams:
@@ -246,18 +247,18 @@ def measure(options: argparse.Namespace) -> int:
         gaps(llm, rng, options.tokens)  # once, so that nothing is new to the machine
         rounds = [gaps(llm, rng, options.tokens) for _ in range(options.rounds)]
         found = [result for result, _ in rounds]
-        print("| a prompt of 1,500 tokens beside 4 streams | milliseconds |\n|---|---|")
+        print("| a prompt of 1,500 tokens during 4 streams | milliseconds |\n|---|---|")
         for name, word in (
             ("usual", "usual gap between two arrivals at a stream"),
             ("longest", "longest gap while the prompt is computed"),
-            ("first", "first token of the prompt, beside the streams"),
+            ("first", "first token of the prompt, during the streams"),
             ("first_alone", "first token of the prompt, alone"),
         ):
             print(f"| {word} | {1e3 * statistics.median(getattr(g, name) for g in found):.0f} |")
         sharing, mixture = shared(llm, rng), mixed(llm, rng, options.tokens)
         print(
             f"\n16 requests with the same first {_COMMON} tokens: {sharing.computed:,} of "
-            f"{sharing.asked:,} tokens computed; first token of the first "
+            f"{sharing.prompt_tokens:,} tokens computed; first token of the first "
             f"{1e3 * sharing.first:.0f} ms, of a later one {1e3 * sharing.others:.0f} ms, of a "
             f"prompt without the beginning {1e3 * sharing.own:.0f} ms"
         )

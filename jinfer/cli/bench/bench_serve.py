@@ -154,19 +154,24 @@ class Target:
         """Seconds since the start of the load."""
         return time.perf_counter() - self.begun
 
-    async def ask(self, said: Sequence[Mapping[str, str]], tokens: int) -> tuple[AnswerTimes, str]:
+    async def ask(
+        self, messages: Sequence[Mapping[str, str]], tokens: int
+    ) -> tuple[AnswerTimes, str]:
         """An answer's times, and its text."""
         import httpx
 
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": tokens, "temperature": 0}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}, **self.extra}
+        body: dict[str, Any] = {"model": self.model, "max_tokens": tokens, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **self.extra}
         if self.chat:
-            path, asked["messages"] = "/v1/chat/completions", list(said)
+            path, body["messages"] = "/v1/chat/completions", list(messages)
         else:
-            path, asked["prompt"] = "/v1/completions", "\n\n".join(each["content"] for each in said)
+            path, body["prompt"] = (
+                "/v1/completions",
+                "\n\n".join(each["content"] for each in messages),
+            )
         answer, texts = AnswerTimes(self.now()), list[str]()
         try:
-            async with self.client.stream("POST", path, json=asked) as reply:
+            async with self.client.stream("POST", path, json=body) as reply:
                 if reply.status_code != 200:
                     await reply.aread()
                     answer.error = f"{reply.status_code}: {_reason(reply)}"
@@ -213,14 +218,14 @@ async def talk(
     target: Target, work: Workload, number: int, take: Callable[[AnswerTimes], None]
 ) -> None:
     """One user's conversation; it ends where an answer fails."""
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     for turn in conversation(work, number):
-        said.append({"role": "user", "content": turn.question})
-        answer, text = await target.ask(said, turn.tokens)
+        messages.append({"role": "user", "content": turn.question})
+        answer, text = await target.ask(messages, turn.tokens)
         take(answer)
         if answer.error is not None:
             return
-        said.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
 
 
 async def open_loop(target: Target, work: Workload, rate: float, users: int) -> list[AnswerTimes]:

@@ -3,8 +3,8 @@
 All results are ratios to plain decoding, measured in turns on one engine:
 
 - a plain run is recorded and replayed as drafts, each token of which is right with a given
-  probability: tokens per call beside the formula, and speed, over acceptance rates, draft sizes and
-  numbers of streams;
+  probability: tokens per call compared with the formula, and speed, over acceptance rates, draft
+  sizes and numbers of streams;
 - prompt lookup on a prompt whose answer copies it, and on one whose answer edits it.
 
 Answers are compared: a token that differs ends the measurement.

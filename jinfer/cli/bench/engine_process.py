@@ -1,4 +1,4 @@
-"""Engines of a benchmark, each in a process of its own: what is asked of them, and their answers.
+"""Engines of a benchmark, each in its own process: the tasks they get and their answers.
 
 A process is given a task per line, such as "decode 4". It writes lines in JSON, among others: one
 when it has started, with the "kinds" of tasks it knows; a "rate" in tokens per second for each
@@ -119,10 +119,10 @@ class EngineProcess:
             known = isinstance(found.get("kinds", []), list)
             if known if key is None else 0 < found[key] < math.inf:
                 return found
-        wanted = "as it starts" if key is None else f"where {key} is asked for"
+        when = "as it starts" if key is None else f"where {key} is due"
         raise OSError(
             f"{self.side.name} answers in another way than this version, {line.strip()!r:.100} "
-            f"{wanted}: compare with a checkout whose `bench cpu` answers alike"
+            f"{when}: compare with a checkout whose `bench cpu` answers alike"
         )
 
 

@@ -31,15 +31,15 @@ _ILLEGAL = (-signal.SIGILL, 128 + signal.SIGILL)  # exit statuses: of a child, t
 def command(python: str, *arguments: str) -> list[str]:
     """The command that runs this file in a Python.
 
-    With -P, because files beside it shadow standard modules.
+    With -P, because files in its folder shadow standard modules.
     """
     return [python, "-P", os.path.abspath(__file__), *arguments]
 
 
 def ask(python: str, request: dict[str, Any]) -> None:
     """Run a request in llama.cpp's own process. Raises `OSError` with its error output."""
-    asked = json.dumps(request)
-    done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
+    text = json.dumps(request)
+    done = subprocess.run(command(python), input=text, text=True, capture_output=True, check=False)
     if done.returncode in _ILLEGAL:
         raise OSError(f"llama.cpp ended{ending_hint(done.returncode)}")
     if done.returncode:
@@ -89,12 +89,12 @@ class Llama:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Computes (token, position, sequence, whether its logits are wanted)."""
+        """Computes (token, position, sequence, whether its logits are needed)."""
         batch = self.batch
         batch.n_tokens = len(tokens)
-        for i, (token, position, sequence, wanted) in enumerate(tokens):
+        for i, (token, position, sequence, needed) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-            batch.seq_id[i][0], batch.logits[i] = sequence, wanted
+            batch.seq_id[i][0], batch.logits[i] = sequence, needed
         if self.api.llama_decode(self.context, batch) != 0:
             raise OSError("llama_decode failed")
 

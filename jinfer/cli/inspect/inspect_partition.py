@@ -91,7 +91,7 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     plan = partition_plan(whole, dry_run=True)
     stages = zip(stage_models(plan, whole), plan.stages, strict=True)
     planner = memory_planner(plan, whole, free_of(machine))
-    with target_platform("gpu"):  # a cache on a CPU may have int8 keys beside it
+    with target_platform("gpu"):  # a cache on a CPU may have int8 keys as well
         views = tuple(_stage(stage, row.devices, opened) for stage, row in stages)
         work, memory = model_cost(whole), planner.asked()
     tensor = max(len(row.devices) for row in plan.stages)

@@ -84,14 +84,16 @@ def _prefixes(name: str) -> list[str]:
 
 def _label(packed: PackedFormat) -> str:
     """A short name of a quantized parameter's format."""
-    said: Mapping[str, Any] = packed.format
-    known = f"q{said.get('width')}" in FORMATS and said.keys() <= QuantFormat.__annotations__.keys()
+    stored: Mapping[str, Any] = packed.format
+    known = (
+        f"q{stored.get('width')}" in FORMATS and stored.keys() <= QuantFormat.__annotations__.keys()
+    )
     if not known:
         return "an unknown format"
-    table = said.get("codebook")
-    format = QuantFormat(**{**said, "codebook": tuple(table) if table else None})
+    table = stored.get("codebook")
+    format = QuantFormat(**{**stored, "codebook": tuple(table) if table else None})
     label = format.name
-    label += " in two levels" if said.get("two_level") else ""
+    label += " in two levels" if stored.get("two_level") else ""
     label += " of a table" if table and not format.can_be_requested else ""
     return label + (f", {packed.outliers} outliers" if packed.outliers is not None else "")
 

@@ -62,35 +62,17 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """Layers that have the same tensors.
+class CheckpointStack:
+    """A stack of layers.
 
     Attributes:
-        layers: their numbers.
-        parts: name in the layer -> module.
+        kinds: the modules of each kind of layer, by their name in the layer.
+        kind_of: the place in `kinds` of each layer.
     """
 
-    layers: tuple[int, ...]
-    parts: Mapping[str, Part]
-
-
-@dataclass(frozen=True)
-class CheckpointStack:
-    """A stack of layers: kinds of them, in the order of their first layers."""
-
     name: str
-    kinds: tuple[LayerKind, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of layers."""
-        return sum(len(kind.layers) for kind in self.kinds)
-
-    @property
-    def kind_of(self) -> list[int]:
-        """The kind of each layer, by its place in `kinds`."""
-        places = {i: place for place, kind in enumerate(self.kinds) for i in kind.layers}
-        return [places.get(i, 0) for i in range(self.count)]
+    kinds: tuple[Mapping[str, Part], ...]
+    kind_of: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -169,7 +151,7 @@ def layers_of(tensors: Iterable[Tensor], only: str = "") -> CheckpointLayers:
     for prefix in layers.keys() - chosen.values():
         for parts in layers[prefix].values():
             found["elsewhere"].update({part.name: part for part in parts.values()})
-    stacks = tuple(CheckpointStack(n, _kinds(layers[prefix])) for n, prefix in chosen.items())
+    stacks = tuple(_stack(name, layers[prefix]) for name, prefix in chosen.items())
     return CheckpointLayers(stacks, found["outside"], found["elsewhere"], found["ignored"])
 
 
@@ -184,10 +166,12 @@ def _stacks(layers: Mapping[str, Mapping[int, Mapping[str, Part]]]) -> dict[str,
     return {name: chosen[name] for name in ("encoder", "decoder") if name in chosen}
 
 
-def _kinds(numbers: Mapping[int, Mapping[str, Part]]) -> tuple[LayerKind, ...]:
-    kinds: dict[object, list[int]] = {}
-    for number in sorted(numbers):
-        parts = numbers[number].items()
-        key = frozenset((inner, tuple(sorted(part.leaves.items()))) for inner, part in parts)
-        kinds.setdefault(key, []).append(number)
-    return tuple(LayerKind(tuple(same), numbers[same[0]]) for same in kinds.values())
+def _stack(name: str, layers: Mapping[int, Mapping[str, Part]]) -> CheckpointStack:
+    kinds: dict[object, Mapping[str, Part]] = {}
+    keys = []
+    for _, parts in sorted(layers.items()):
+        shapes = ((inner, tuple(sorted(part.leaves.items()))) for inner, part in parts.items())
+        keys.append(frozenset(shapes))
+        kinds.setdefault(keys[-1], parts)
+    places = {key: place for place, key in enumerate(kinds)}
+    return CheckpointStack(name, tuple(kinds.values()), tuple(places[key] for key in keys))

@@ -49,18 +49,18 @@ class SpecFacts:
     """Facts that a proposed spec follows from, and those found while it is made.
 
     Attributes:
-        asked: keys of config.json that were read without a reference in the text.
+        read: keys of config.json that were read without a reference in the text.
         dims: sizes in the order in which they were found: name -> value or expression.
         known: their values.
         notes: guesses, a line each.
         positions: positions are added to the embedding.
-        encoded: there is an encoder beside the decoder.
+        encoded: there is an encoder before the decoder.
         weightless: the table of norms, where the file has none.
         shared: role -> module of layer 0 that all layers share.
     """
 
     opened: ModelFiles
-    asked: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
     dims: dict[str, Value] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -219,7 +219,7 @@ def activation(facts: SpecFacts) -> dict[str, Any]:
     if word in _WORDS:
         return {"activation": f"${key}"}
     if word in _GATED:
-        facts.asked.add(key)
+        facts.read.add(key)
         return {"activation": _GATED[word]}
     if key:
         facts.note(f"activation: {key} = {word!r} is unknown; silu is a guess")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.cli.propose.checkpoint_layers import LayerKind, Part
+from jinfer.cli.propose.checkpoint_layers import Part
 from jinfer.cli.propose.proposal import Branch, SpecFacts, norm
 from jinfer.cli.propose.propose_attention import attention
 from jinfer.cli.propose.propose_feed_forward import experts, feed_forward
@@ -28,37 +28,30 @@ _FIRST = (
 
 
 @dataclass
-class ProposedLayer:
-    """A kind of layer.
+class ProposedLayer(Branch):
+    """A kind of layer; `value` is its formula.
 
     Attributes:
-        word: its blocks, for a variant's name.
-        formula: its lines.
-        modules, tensors: as of a `Branch`.
         unplaced: modules of the file without a place.
     """
 
-    word: str
-    formula: str = ""
-    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tensors: dict[str, Any] = field(default_factory=dict)
     unplaced: list[Part] = field(default_factory=list)
 
 
 def propose_layer(
-    kind: LayerKind, stack: str, facts: SpecFacts, final_norm: bool, transposed: bool
+    parts: Mapping[str, Part], stack: str, facts: SpecFacts, final_norm: bool, transposed: bool
 ) -> ProposedLayer:
     """Propose a kind of layer.
 
     Args:
+        parts: its modules.
         final_norm: the stack ends with a norm; without one, layers do.
         transposed: matrices are stored [inputs, outputs].
     """
-    parts = dict(kind.parts)
     mixing = channel_mixing(parts, facts)
     rest = {n: p for n, p in parts.items() if not (mixing and n.startswith("feed_forward."))}
     state = state_block(rest, facts)
-    rest = {n: p for n, p in rest.items() if not (state and _is_used(p, state))}
+    rest = {n: p for n, p in rest.items() if not (state and p.name in state.used)}
     roles: dict[str, Part] = {}
     for inner, part in rest.items():
         if role := role_in_layer(inner, rest) or _norm_of_block(inner, rest):
@@ -73,30 +66,24 @@ def propose_layer(
     norms = _norms(roles, bool(mixers))
     weightless = bool(branches) and not norms and not final_norm
     layer = ProposedLayer("_".join(dict.fromkeys(b.word for b in branches if b.word)))
-    used = set[str]()
     for branch in [*branches, *([cross] if cross else [])]:
         layer.modules |= branch.modules
         layer.tensors |= branch.tensors
-        used |= {inner for inner, part in parts.items() if _is_used(part, branch)}
+        layer.used |= branch.used
     places = {"attn_norm", "ffn_norm"} if weightless else set(norms)
-    layer.formula = _formula(
+    layer.value = _formula(
         mixers, cross, branches[len(mixers) :], places, facts, final_norm or weightless
     )
     if weightless:
         facts.weightless = {"kind": "rms", "weight": False, "eps": "eps"}
-        layer.modules |= {n: facts.weightless for n in places if f"{n}(" in layer.formula}
+        layer.modules |= {n: facts.weightless for n in places if f"{n}(" in layer.value}
         facts.note("there are no norms with a weight: norms without one come before each branch")
     for slot in _SLOTS:
-        if slot in norms and f"{slot}(" in layer.formula:
+        if slot in norms and f"{slot}(" in layer.value:
             layer.modules[slot] = norm(norms[slot])
-            layer.tensors[slot] = norms[slot].name
-            used.add(norms[slot].inner)
-    layer.unplaced = [part for inner, part in parts.items() if inner not in used]
+            layer.take(slot, norms[slot])
+    layer.unplaced = [part for part in parts.values() if part.name not in layer.used]
     return layer
-
-
-def _is_used(part: Part, branch: Branch) -> bool:
-    return part.name in branch.used
 
 
 def _norm_of_block(inner: str, names: Iterable[str]) -> str:

@@ -122,13 +122,13 @@ def _sizes(layers: CheckpointLayers, embed: Part | None, facts: SpecFacts) -> No
     else:
         facts.note("no table of token embeddings is known by its name")
     votes: Counter[int] = Counter()
-    for part in (part for s in layers.stacks for kind in s.kinds for part in kind.parts.values()):
+    for part in (part for s in layers.stacks for kind in s.kinds for part in kind.values()):
         votes[part.vector if "norm" in part.inner or "ln" in part.inner else part.shape[-1]] += 1
     hidden = facts.get(*KEYS["hidden"])
     if not isinstance(hidden, int) or hidden not in votes:
         hidden = embed.shape[-1] if embed else max(votes, key=lambda size: votes[size], default=0)
     facts.dim("hidden", hidden)
-    facts.dim("layers", max((stack.count for stack in layers.stacks), default=0))
+    facts.dim("layers", max((len(stack.kind_of) for stack in layers.stacks), default=0))
     key = facts.key(*KEYS["context"])
     facts.dims["context"] = f"${key} | 2048" if key else 2048
     if not facts.gguf:

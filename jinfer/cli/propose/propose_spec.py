@@ -40,7 +40,7 @@ def propose_spec(opened: ModelFiles, weights: str = "") -> str:
     facts = SpecFacts(opened)
     causal = facts.get("attention.causal" if facts.gguf else "is_decoder")
     only = "encoder" if facts.gguf and causal is False else "decoder" if causal is True else ""
-    facts.asked.add("is_decoder")
+    facts.read.add("is_decoder")
     layers = layers_of(opened.checkpoint.tensors.values(), only)
     facts.encoded = len(layers.stacks) > 1
     outside = propose_outside(layers, facts)
@@ -69,7 +69,7 @@ def _match(opened: ModelFiles) -> str:
 
 def _unread(config: Mapping[str, Any], text: str, facts: SpecFacts) -> str:
     """The keys of config.json that may matter and that the text does not refer to."""
-    read = read_keys(text) | facts.asked
+    read = read_keys(text) | facts.read
     inner = config.get("text_config")
     unread = {
         key: value
@@ -115,7 +115,7 @@ def _kinds(
 ) -> dict[str, ProposedLayer]:
     """Variant name -> kind of layer of a stack."""
     own, hidden = outside.of_stack.setdefault(stack.name, {}), facts.known["hidden"]
-    parts = [part for kind in stack.kinds for part in kind.parts.values() if len(part.shape) == 2]
+    parts = [part for kind in stack.kinds for part in kind.values() if len(part.shape) == 2]
     rows = sum(part.shape[0] == hidden != part.shape[1] for part in parts)
     columns = sum(part.shape[1] == hidden != part.shape[0] for part in parts)
     conv1d = any(part.last == "c_attn" for part in parts)  # GPT-2's matrices: [inputs, outputs]
@@ -142,11 +142,13 @@ def _stack(
     name, lines = stack.name, [f"[{stack.name}]"]
     if facts.encoded:
         keys = (f"{name}_layers", "num_decoder_layers" if name == "decoder" else "num_layers")
-        lines.append(f"layers = {inline_text(facts.size(stack.count, *keys, 'num_hidden_layers'))}")
+        lines.append(
+            f"layers = {inline_text(facts.size(len(stack.kind_of), *keys, 'num_hidden_layers'))}"
+        )
     lines.append(f"stem  = {_text(outside.stem(name))}")
     if len(kinds) > 1:
         lines.append(f"pattern = {inline_text(pattern_of(stack.kind_of, [*kinds], facts))}")
-    formulas = {kind.formula for kind in kinds.values()}
+    formulas = {kind.value for kind in kinds.values()}
     if len(formulas) == 1:
         lines.append(f"layer = {_text(min(formulas), block=True)}")
     lines.append(f"head  = {_text(outside.head(name))}")
@@ -158,7 +160,7 @@ def _stack(
     }
     tables = ["\n".join(lines), _table(f"[{name}.modules]", shared | outside.of_stack[name])]
     for variant, kind in kinds.items() if len(kinds) > 1 else ():
-        formula = "" if len(formulas) == 1 else f"\nlayer = {_text(kind.formula, block=True)}"
+        formula = "" if len(formulas) == 1 else f"\nlayer = {_text(kind.value, block=True)}"
         own = {module: table for module, table in kind.modules.items() if module not in shared}
         tables.append(f"[{name}.variants.{variant}]{formula}")
         tables.append(_table(f"[{name}.variants.{variant}.modules]", own))

@@ -206,10 +206,10 @@ def role_of(module: str, names: Collection[str], only: str) -> str:
     if not mark:
         role = role_outside(module)
         return role if role in ("embed", "logits", "") else f"{stack}.{role}"
-    beside = [n.removeprefix(prefix + mark) for n in names if n.startswith(prefix + mark)]
-    role = role_in_layer(inner, beside)
-    first = "input_layernorm" in beside
-    after = "ffn_norm" if first and "pre_feedforward_layernorm" not in beside else "attn_post"
+    own = [n.removeprefix(prefix + mark) for n in names if n.startswith(prefix + mark)]
+    role = role_in_layer(inner, own)
+    first = "input_layernorm" in own
+    after = "ffn_norm" if first and "pre_feedforward_layernorm" not in own else "attn_post"
     role = after if role == "after_attn" else role
     return f"{stack}.{{i}}.{role}" if role else ""
 
@@ -235,10 +235,10 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
 
 def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
     """Return lines for tensors that match a missing parameter, by name or else by shape."""
-    wanted: dict[str, dict[str, Shape]] = {}
+    missing_shapes: dict[str, dict[str, Shape]] = {}
     for each in missing:
         name = numbered(_LEAF.sub("", each.parameter), "i")
-        wanted.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
+        missing_shapes.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
     modules: dict[str, dict[str, Tensor]] = {}
     for tensor in unused:
         modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)
@@ -246,10 +246,12 @@ def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> 
     only = only_stack(modules)
     for module, tensors in modules.items():
         role = role_of(module, modules, only)
-        if role in wanted and (fit := _fits(tensors, wanted[role], "{e}" in module)):
+        if role in missing_shapes and (
+            fit := _fits(tensors, missing_shapes[role], "{e}" in module)
+        ):
             lines[role] = ProposedLine(role, module, fit == "transposed")
     by_shape: dict[tuple[Shape, bool], list[str]] = {}
-    for parameter, shapes in wanted.items():
+    for parameter, shapes in missing_shapes.items():
         if parameter not in lines:
             by_shape.setdefault((_first(shapes), "{i}" in parameter), []).append(parameter)
     taken = {line.source for line in lines.values()}
@@ -266,10 +268,10 @@ def _first[T](of_leaves: Mapping[str, T]) -> T:
     return of_leaves.get("weight", next(iter(of_leaves.values())))
 
 
-def _fits(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], stacked: bool) -> str:
-    """Whether a module's tensors fit the wanted ones: every leaf that both have must."""
+def _fits(tensors: Mapping[str, Tensor], missing_shapes: Mapping[str, Shape], stacked: bool) -> str:
+    """Whether a module's tensors fit the missing parameters', as far as both have them."""
     found = set()
-    for leaf in tensors.keys() & wanted.keys():
-        shape, own = wanted[leaf][stacked:], tensors[leaf].shape
+    for leaf in tensors.keys() & missing_shapes.keys():
+        shape, own = missing_shapes[leaf][stacked:], tensors[leaf].shape
         found.add("as it is" if own == shape else "transposed" if own == shape[::-1] else "")
     return "" if "" in found or not found else "transposed" if "transposed" in found else "as it is"

@@ -211,7 +211,7 @@ class _Target(Protocol):
         """Write a tensor quantized."""
 
     def finish(self, copied: Iterable[Tensor]) -> None:
-        """Write the tensors that stay as they are, and what is said of all."""
+        """Write the tensors that stay as they are, and the metadata."""
 
 
 def check_layout(layout: str, files: ModelFiles) -> None:

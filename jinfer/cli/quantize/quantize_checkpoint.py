@@ -180,9 +180,12 @@ def convert(
         writer.finish(
             native_metadata(checkpoint, packed, shared, weight_settings(spec.quantization))
         )
-        said = copy_companions(folder, files, tokenizer_path(files, overrides))
+        companions = copy_companions(folder, files, tokenizer_path(files, overrides))
         write_specification(
-            folder, files, overrides, {**said, "quantization": _given(asdict(spec.quantization))}
+            folder,
+            files,
+            overrides,
+            {**companions, "quantization": _given(asdict(spec.quantization))},
         )
     return summary(rows)
 

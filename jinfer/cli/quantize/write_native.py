@@ -57,7 +57,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 class OrbaxWriter(Writer):
-    """Write named arrays to Orbax's folder `model.orbax`, and its description beside it."""
+    """Write named arrays to Orbax's folder `model.orbax`, and a description of them."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Arguments as for `Writer`. Raises `CheckpointError` if Orbax is not installed."""
@@ -108,7 +108,7 @@ class OrbaxWriter(Writer):
 def write_specification(
     folder: Path, source: ModelFiles, overrides: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Write `spec.toml`, and beside it the specifications it is based on.
+    """Write `spec.toml`, and next to it the specifications that it extends.
 
     Args:
         overrides: user tables laid over the source's.
@@ -130,18 +130,18 @@ def write_specification(
     replaced: dict[str, Any] = {"weights": ".", **settings}
     for number, table in enumerate(reversed(tables), start=1):
         family = table.get("family")
-        beside = f"family-{number}.toml"
+        copy = f"family-{number}.toml"
         whole = {key: value for key, value in table.items() if key not in _PLACES} | replaced
         if family is not None:
-            whole = {"family": by_path.get(family, family if family in known else beside), **whole}
+            whole = {"family": by_path.get(family, family if family in known else copy), **whole}
         (folder / name).write_text(head + toml_text(whole), encoding="utf-8")
         if family is None or family in known or family in by_path:
             return
-        name, replaced = beside, {}
+        name, replaced = copy, {}
 
 
 def copy_companions(folder: Path, source: ModelFiles, tokenizer: Path) -> dict[str, Any]:
-    """Copy files read beside the weights: config.json, tokenizer files, pooling.
+    """Copy the files that are read with the weights: config.json, tokenizer files, pooling.
 
     Args:
         tokenizer: where the source's tokenizer is.

@@ -29,8 +29,8 @@ def run_for_status(command: Callable[[], int]) -> int:
         _print_no_more()
         return 1
     except (MemoryError, ImportError, RuntimeError, OSError) as error:
-        if (said := limit_reason(error)) is not None:
-            print(f"error: {said}", file=sys.stderr)
+        if (reason := limit_reason(error)) is not None:
+            print(f"error: {reason}", file=sys.stderr)
             _stuck = True
             return 2
         if not isinstance(error, OSError) or error.errno != errno.ENOSPC:

@@ -105,7 +105,7 @@ def check_pairs(given: Collection[str]) -> None:
 
 
 def _check_settings(options: argparse.Namespace) -> None:
-    """Rejects --set beside a flag that sets the same key."""
+    """Reject --set of a key that a flag sets as well."""
     keys = {f"generation.{name}": name for name in sampling(options)}
     keys |= {key: name for key, name in FLAG_OF_KEY.items() if getattr(options, name) is not None}
     if options.system is not None:

@@ -49,17 +49,17 @@ class RemoteAnswer:
 
     def rates(self) -> str:
         """One line of token counts and rates."""
-        said = []
-        if (asked := self.usage.get("prompt_tokens")) is not None:
+        parts = []
+        if (prompt := self.usage.get("prompt_tokens")) is not None:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            said.append(f"prompt {asked} tokens" + (f" ({cached} cached)" if cached else ""))
+            parts.append(f"prompt {prompt} tokens" + (f" ({cached} cached)" if cached else ""))
         if self.first_seconds is not None:
-            said.append(f"first after {self.first_seconds:.2f} s")
+            parts.append(f"first after {self.first_seconds:.2f} s")
             new = self.usage.get("completion_tokens")
             if new and self.seconds > self.first_seconds:
                 rate = (new - 1) / (self.seconds - self.first_seconds)
-                said.append(f"answer {new} tokens, {rate:.1f}/s")
-        return " | ".join(said) or f"{self.seconds:.2f} s"
+                parts.append(f"answer {new} tokens, {rate:.1f}/s")
+        return " | ".join(parts) or f"{self.seconds:.2f} s"
 
 
 def chat_body(
@@ -72,10 +72,10 @@ def chat_body(
 
 def completion_body(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The body of a text completion request, without a chat template. Raises `RequestError`."""
-    asked = {"model": model, "prompt": text, **sampling_fields(sampling)}
-    if asked.pop("logprobs", None):
-        asked["logprobs"] = asked.pop("top_logprobs")
-    return asked
+    body = {"model": model, "prompt": text, **sampling_fields(sampling)}
+    if body.pop("logprobs", None):
+        body["logprobs"] = body.pop("top_logprobs")
+    return body
 
 
 def sampling_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,8 +187,8 @@ class RemoteChat(chat_loop.ChatSession):
         dropped, screen = 0, WrappingWriter()
         while True:
             try:
-                asked = chat_body(kept, self.sampling, self.model)
-                self.last = answer = stream_answer(self.server, asked, screen, print_reasoning)
+                body = chat_body(kept, self.sampling, self.model)
+                self.last = answer = stream_answer(self.server, body, screen, print_reasoning)
                 break
             except RemoteError as error:
                 count = chat_loop.drop_oldest_turn(kept) if error.full else 0
