@@ -132,7 +132,7 @@ def test_every_parameter_is_a_field_of_the_service() -> None:
         (["Hi", "--url", "unix:/nowhere/s"], "unix:/nowhere/s: cannot be reached: No such file"),
         (["Hi", "--url", "ftp://x"], "ftp://x: write http://HOST:PORT"),
         (["Hi", "--url", "http://x:y"], "http://x:y: is no address: "),
-        (["Hi", "--api-key", "a\nb"], "--api-key: a key has letters"),
+        (["Hi", "--api-key", "a\nb"], "--api-key: a key has printable"),
         (["Hi", "--logprobs", "2"], "--logprobs needs --json"),
         (["--json"], "--json needs a question"),
         (["Hi", "--greedy", "--seed", "1"], "--greedy with --seed: "),

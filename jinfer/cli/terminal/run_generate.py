@@ -110,9 +110,7 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
         return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)
     if options.explain_speculation:
-        from jinfer.cli.terminal.show_answer import explain
-
-        return explain(llm, ids)
+        return show_answer.explain(llm, ids)
     return _answer(llm, ids, options.json)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from jinfer import progress
 from jinfer.api.llm import LLM
-from jinfer.cli.terminal import INTERRUPTED, show_answer
+from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.progress import task
-from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
 
 def print_answer(
@@ -162,6 +161,9 @@ _PLAIN = "0"
 
 def explain(llm: LLM, ids: list[int]) -> int:
     """Generate an answer; return the exit status. Raises `FlagError` without a draft source."""
+    # Imported here, because it imports Flax, which answers from cached programs do not need.
+    from jinfer.speculate.speculative_decoding import SpeculativeDecoder
+
     speculator = llm.session.engine.speculator
     params = llm.params()
     if not isinstance(speculator, SpeculativeDecoder) or not params.speculation:
@@ -173,16 +175,16 @@ def explain(llm: LLM, ids: list[int]) -> int:
     colours, chunks = SourceColours(), list[Chunk]()
     with (
         contextlib.closing(llm.stream(ids, params)) as stream,
-        show_answer.watch_ctrl_c() as pressed,
+        watch_ctrl_c() as pressed,
     ):
         for chunk in stream:
             chunks.append(chunk)
-            text = show_answer.display_text(llm, chunk.text, chunk.token_ids)
+            text = display_text(llm, chunk.text, chunk.token_ids)
             progress.write(colours.paint(text, chunk.origin), progress.NO_ROOM)
             if pressed():
                 break
     interrupted = chunks[-1].finish_reason is None
-    usage = show_answer.usage_of(llm, interrupted)
+    usage = usage_of(llm, interrupted)
     progress.write("\n")
     accepted, drafted = usage.accepted_tokens, usage.drafted_tokens
     steps = max(1, usage.completion_tokens - accepted)
@@ -191,7 +193,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
         f"{usage.completion_tokens / steps:.2f} tokens a step",
         *acceptance_table({} if usage.speculation is None else usage.speculation.tried()),
         f"colours: {colours.legend()}",
-        show_answer.timings(llm, usage),
+        timings(llm, usage),
         sep="\n",
         file=sys.stderr,
     )
