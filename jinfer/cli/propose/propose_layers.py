@@ -139,8 +139,8 @@ def _formula(
     after = not final_norm if before is None else before is False
     for branches, area in ((mixers, "attn"), ([cross] if cross else [], "cross"), (feeds, "ffn")):
         if branches:
-            slots = [slot in norms for slot in (f"{area}_norm", f"{area}_post")]
-            lines += _sum(branches, area, *slots, scale, after)
+            pre, post = f"{area}_norm" in norms, f"{area}_post" in norms
+            lines += _sum(branches, area, pre, post, scale, after)
     if not lines:
         facts.note("what a layer computes: nothing is known by its tensors' names")
     return "\n".join(lines or ["x = x"])

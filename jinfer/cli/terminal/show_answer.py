@@ -168,7 +168,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
     params = llm.params()
     if not isinstance(speculator, SpeculativeDecoder) or not params.speculation:
         raise FlagError(
-            "--explain-speculation: nobody drafts; say who, such as --set speculation.draft=ngram"
+            "--explain-speculation: there is no draft source; add --set speculation.draft=ngram"
         )
     if params.strategy == "beam":
         raise FlagError("--explain-speculation: nothing is drafted for a beam search")
