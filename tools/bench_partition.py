@@ -34,7 +34,7 @@ from jinfer.parallel.cost_model import (
     device_layouts,
     estimate_decode,
 )
-from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.timeline import StageCall, Timeline, overlap_fraction
 
 _PROMPT = 32  # tokens
@@ -177,8 +177,8 @@ def _measure(
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
-        programs = llm.session.engine.programs
-        assert isinstance(programs, PipelinePrograms), "devices are named"
+        programs = llm.session.engine.programs.pipeline
+        assert isinstance(programs, Pipeline), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()
         llm.generate(prompts, params)
