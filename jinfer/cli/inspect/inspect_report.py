@@ -123,7 +123,7 @@ def _likely(roles: Mapping[str, str], tensor: Tensor) -> str:
     """The parameter that a tensor's name suggests."""
     if is_ignorable(tensor):
         return "none: a buffer"
-    role = roles[module_name(tensor.name)]
+    role = roles.get(module_name(tensor.name), "")
     return f"{role}.{leaf_of(tensor.name)}".rstrip(".") if role else "?"
 
 

@@ -11,7 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.cli.inspect.match_checkpoint import MissingParameter
 from jinfer.cli.propose.checkpoint_layers import (
     Shape,
-    is_ignorable,
+    layers_of,
     leaf_of,
     module_name,
     numbered,
@@ -179,39 +179,12 @@ def _first_of_two(role: str, inner: str, names: Collection[str]) -> str:
 
 
 def role_outside(name: str) -> str:
-    """The most likely role of a module of no layer, such as "embed"; "" if unclear."""
+    """Return the most likely role of a module of no layer, such as "embed"; "" if unclear."""
     role = _word(_OUTSIDE, name.rpartition(".")[2].lower())
     if role == "norm" and re.search(r"embeddings?\.", name):
         return "embed_norm"
-    return (
-        "" if role == "norm" and re.search(r"predictions\.|lm_head\.|vocab_|head\.", name) else role
-    )
-
-
-def only_stack(names: Collection[str]) -> str:
-    """The stack of unmarked modules: the encoder if only it is named, otherwise the decoder."""
-    named = {stack for stack in STACKS for n in names if f"{stack}." in n}
-    return "encoder" if named == {"encoder"} else "decoder"
-
-
-def role_of(module: str, names: Collection[str], only: str) -> str:
-    """The most likely role of a module, such as "decoder.{i}.attn.q"; "" if unclear.
-
-    Args:
-        names: all modules of the file.
-        only: `only_stack` of them.
-    """
-    stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", module)), only)
-    prefix, mark, inner = module.partition("{i}.")
-    if not mark:
-        role = role_outside(module)
-        return role if role in ("embed", "logits", "") else f"{stack}.{role}"
-    own = [n.removeprefix(prefix + mark) for n in names if n.startswith(prefix + mark)]
-    role = role_in_layer(inner, own)
-    first = "input_layernorm" in own
-    after = "ffn_norm" if first and "pre_feedforward_layernorm" not in own else "attn_post"
-    role = after if role == "after_attn" else role
-    return f"{stack}.{{i}}.{role}" if role else ""
+    of_head = role == "norm" and re.search(r"predictions\.|vocab_|head\.", name)
+    return "" if of_head else role
 
 
 def _word(table: Mapping[str, str], word: str) -> str:
@@ -219,18 +192,27 @@ def _word(table: Mapping[str, str], word: str) -> str:
 
 
 def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """The most likely role of each module; "" for those that are unclear, or duplicates.
+    """Return the most likely role of each module, such as "decoder.{i}.attn.q".
 
-    Buffers are left out.
+    Modules without a clear role, or with that of another module, are left out.
     """
-    modules = dict.fromkeys(module_name(t.name) for t in tensors if not is_ignorable(t))
-    roles: dict[str, str] = {}
-    only, seen = only_stack(modules), set[str]()
-    for module in modules:
-        role = role_of(module, modules, only)
-        roles[module] = "" if role in seen else role
-        seen.add(role)
-    return roles
+    layers = layers_of(tensors)
+    last = layers.stacks[-1].name if layers.stacks else "decoder"
+    found: dict[str, str] = {}
+    for name in layers.outside:
+        role = role_outside(name)
+        stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", name)), last)
+        found.setdefault(role if role in ("embed", "logits", "") else f"{stack}.{role}", name)
+    for stack in layers.stacks:
+        for parts in stack.kinds:
+            second = "input_layernorm" in parts and "pre_feedforward_layernorm" not in parts
+            for inner, part in parts.items():
+                role = role_in_layer(inner, parts.keys())
+                if role == "after_attn":
+                    role = "ffn_norm" if second else "attn_post"
+                if role:
+                    found.setdefault(f"{stack.name}.{{i}}.{role}", part.name)
+    return {name: role for role, name in found.items() if role}
 
 
 def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
@@ -243,9 +225,9 @@ def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> 
     for tensor in unused:
         modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)
     lines: dict[str, ProposedLine] = {}
-    only = only_stack(modules)
+    roles = roles_of(unused)
     for module, tensors in modules.items():
-        role = role_of(module, modules, only)
+        role = roles.get(module, "")
         if role in missing_shapes and (
             fit := _fits(tensors, missing_shapes[role], "{e}" in module)
         ):
