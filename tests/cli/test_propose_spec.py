@@ -113,7 +113,8 @@ def test_a_proposal_loads(name: str, tmp_path: Path) -> None:
 def test_a_proposal_has_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
     file = tmp_path / "proposed.toml"
     proposal(SOURCES[name], file)
-    with np.load(GOLDENS / name.removeprefix("gguf_") / "expected.npz") as arrays:
+    places = [GOLDENS / folder / "expected.npz" for folder in (name, name.removeprefix("gguf_"))]
+    with np.load(next(place for place in places if place.exists())) as arrays:
         tokens = arrays["tokens"] if "tokens" in arrays else arrays["input_ids"][0]
         wanted = arrays["logits"].reshape(-1, arrays["logits"].shape[-1])
     got = LLM(file, dtype="float32").logits([tokens.tolist()])[0]
