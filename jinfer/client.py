@@ -28,8 +28,8 @@ from jinfer.cli.terminal.remote_chat import (
 )
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
+from jinfer.template.chat_prompt import Message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

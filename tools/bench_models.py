@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import gguf
 import numpy as np
 
-from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish, packed_rows
 from jinfer.cli.run_command import check_writable, run
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.open_model import open_files
+from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.open_model import open_files
 
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64

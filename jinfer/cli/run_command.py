@@ -14,9 +14,9 @@ from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout

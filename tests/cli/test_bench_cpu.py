@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.checkpoint import open_checkpoint
 from jinfer.cli.bench import bench_cpu
 from jinfer.cli.bench.bench_cpu import main, step_bytes, summary, table
+from jinfer.loader.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = Path(__file__).parents[1] / "goldens"

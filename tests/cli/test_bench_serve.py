@@ -11,7 +11,7 @@ import pytest
 
 from jinfer.cli.bench.bench_serve import LengthMix, Workload, arrivals, conversation, main
 from jinfer.cli.bench.bench_serve_stats import AnswerTimes, LatencyLimits, figures, percentiles
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import ROOT, Running, serving
 
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")

@@ -11,7 +11,7 @@ from jinfer.cli.quantize import quantize_checkpoint as quantize
 from jinfer.cli.quantize.importance_matrix import text_windows
 from jinfer.cli.quantize.quantize_checkpoint import main
 from jinfer.engine.requests import RequestError
-from jinfer.opening.open_model import Opened, open_model
+from jinfer.loader.open_model import Opened, open_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "gguf_llama2" / "model.gguf"

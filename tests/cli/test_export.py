@@ -11,10 +11,10 @@ from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
 from jinfer import LLM
-from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.checkpoint.gguf import raw_metadata
 from jinfer.cli.quantize.quantize_checkpoint import convert, main
 from jinfer.cli.quantize.write_gguf import GGUFWriter, StoredTensor, uint32
+from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.checkpoint.gguf import raw_metadata
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [[1, 5, 9, 40, 3, 7]]

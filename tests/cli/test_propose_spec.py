@@ -15,7 +15,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.cli.propose.checkpoint_layers import module_name
 from jinfer.cli.propose.propose_spec import propose_spec
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SOURCES = {

@@ -11,7 +11,7 @@ from jinfer.cli.bench import bench_cpu, bench_engine, bench_serve, bench_specula
 from jinfer.cli.inspect import inspect_checkpoint
 from jinfer.cli.quantize import quantize_checkpoint
 from jinfer.cli.run_command import check_writable
-from jinfer.opening.sources import SourceError
+from jinfer.loader.config.config_json import SourceError
 
 COMMANDS = {
     bench_cpu: (["a"], "--json"),

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.checkpoint.gguf import open_gguf
 from jinfer.cli.bench.llama_peer import ask
+from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = 300

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import progress
-from jinfer.checkpoint import open_checkpoint
 from jinfer.cli.bench.engine_process import (
     OWN,
     PEER,
@@ -42,7 +41,8 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.run_command import run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cpu.cores import usable_cores
-from jinfer.opening.open_model import open_files
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.open_model import open_files
 
 TASKS = tuple(
     BenchTask(kind, n)

@@ -31,7 +31,7 @@ from jinfer.cli.bench.bench_serve_stats import (
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.run_command import check_outputs
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.progress import throughout
 
 _WORDS = (

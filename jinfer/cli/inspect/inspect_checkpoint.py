@@ -22,9 +22,9 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.propose.propose_spec import propose_spec
 from jinfer.cli.run_command import overrides_of, run
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.model_files import ModelFiles
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.view.model_svg import draw_model
-from jinfer.opening.model_files import ModelFiles
 from jinfer.parallel.cost_model import HARDWARE
 
 

@@ -7,16 +7,26 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from html import escape
 from typing import Any
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.cli.inspect.match_checkpoint import CheckpointMatch, converted_facts
+from jinfer.cli.inspect.match_checkpoint import (
+    CheckpointMatch,
+    ProposedLine,
+    converted_facts,
+    propose_lines,
+)
 from jinfer.cli.propose.checkpoint_layers import NUMBER, is_ignorable, leaf_of, module_name
 from jinfer.cli.propose.propose_spec import IRRELEVANT, propose_spec
-from jinfer.cli.propose.tensor_roles import ProposedLine, propose_lines, roles_of
+from jinfer.cli.propose.tensor_roles import roles_of
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.weights.model_size import (
+    WIDTHS,
+    WIDTHS_NOTE,
+    bytes_text,
+    count_text,
+)
 from jinfer.modelspec.view.model_html import table_html as html_table
 from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
-from jinfer.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
 _WIDTH_HEADS = ("bits", "stored", "embeddings", "all else", "together")
 _TENSOR_HEADS = ("tensor", "shape", "type")

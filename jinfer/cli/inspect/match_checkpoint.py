@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat
-from jinfer.checkpoint.orbax import OrbaxCheckpoint
-from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat
-from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.model_files import ModelFiles
-from jinfer.opening.open_model import open_files
-from jinfer.opening.resolve_model import family_of, resolve_model
-from jinfer.opening.unused_config import consequences
-from jinfer.quant.grouped_blocks import described, grouped_format
-from jinfer.quant.scaled_tensor import kept_blocks
-from jinfer.weights.model_size import Sizes, sizes_of
-from jinfer.weights.tensor_mapping import (
+from jinfer.cli.propose.checkpoint_layers import Shape, leaf_of, module_name, numbered
+from jinfer.cli.propose.tensor_roles import roles_of
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat
+from jinfer.loader.checkpoint.orbax import OrbaxCheckpoint
+from jinfer.loader.config.unused_config import consequences
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.open_model import open_files
+from jinfer.loader.resolve_model import family_of, resolve_model
+from jinfer.loader.weights.grouped_blocks import described, grouped_format, kept_blocks
+from jinfer.loader.weights.model_size import Sizes, sizes_of
+from jinfer.loader.weights.tensor_mapping import (
     LoadError,
     Origin,
     by_name,
@@ -29,6 +28,34 @@ from jinfer.weights.tensor_mapping import (
     lookup_origin,
     unused,
 )
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+
+_LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
+
+
+@dataclass(frozen=True)
+class ProposedLine:
+    """A proposed line of a `[tensors]` table.
+
+    Attributes:
+        parameter: jinfer's name, with {i}.
+        source: the file's name, with {i} and {e}.
+        transpose: the file has the matrix as [inputs, outputs].
+        reason: why it is proposed.
+    """
+
+    parameter: str
+    source: str
+    transpose: bool = False
+    reason: str = "by its words"
+
+    def __str__(self) -> str:
+        plain = json.dumps(self.source, ensure_ascii=False)  # quoted as TOML does
+        turned = f"{{ from = {plain}, transpose = true }}"
+        return f'"{self.parameter}" = {turned if self.transpose else plain}'
 
 
 def match_converted(
@@ -285,3 +312,47 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
         if not row.parameters and not row.note:
             row.note = "unused" if name in left else "ignored"
     return CheckpointRows(tuple(rows.values()), tuple(missing), tuple(wrong))
+
+
+def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
+    """Return lines for tensors that match a missing parameter, by name or else by shape."""
+    missing_shapes: dict[str, dict[str, Shape]] = {}
+    for each in missing:
+        name = numbered(_LEAF.sub("", each.parameter), "i")
+        missing_shapes.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for tensor in unused:
+        modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)
+    lines: dict[str, ProposedLine] = {}
+    roles = roles_of(unused)
+    for module, tensors in modules.items():
+        role = roles.get(module, "")
+        if role in missing_shapes and (
+            fit := _fits(tensors, missing_shapes[role], "{e}" in module)
+        ):
+            lines[role] = ProposedLine(role, module, fit == "transposed")
+    by_shape: dict[tuple[Shape, bool], list[str]] = {}
+    for parameter, shapes in missing_shapes.items():
+        if parameter not in lines:
+            by_shape.setdefault((_first(shapes), "{i}" in parameter), []).append(parameter)
+    taken = {line.source for line in lines.values()}
+    free = {module: _first(t).shape for module, t in modules.items() if module not in taken}
+    for (shape, in_layer), parameters in by_shape.items():
+        alike = [m for m, own in free.items() if own == shape and ("{i}" in m) == in_layer]
+        if len(alike) == len(parameters) == 1:
+            lines[parameters[0]] = ProposedLine(parameters[0], alike[0], reason="by its shape")
+    return list(lines.values())
+
+
+def _first[T](of_leaves: Mapping[str, T]) -> T:
+    """The line of the weight, if there is one."""
+    return of_leaves.get("weight", next(iter(of_leaves.values())))
+
+
+def _fits(tensors: Mapping[str, Tensor], missing_shapes: Mapping[str, Shape], stacked: bool) -> str:
+    """Whether a module's tensors fit the missing parameters', as far as both have them."""
+    found = set()
+    for leaf in tensors.keys() & missing_shapes.keys():
+        shape, own = missing_shapes[leaf][stacked:], tensors[leaf].shape
+        found.add("as it is" if own == shape else "transposed" if own == shape[::-1] else "")
+    return "" if "" in found or not found else "transposed" if "transposed" in found else "as it is"

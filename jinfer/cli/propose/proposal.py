@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.cli.propose.checkpoint_layers import Part
+from jinfer.loader.model_files import ModelFiles
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.spec_values import MissingKey
-from jinfer.opening.model_files import ModelFiles
 
 type Value = str | int | float | bool | dict[str, Any] | None
 

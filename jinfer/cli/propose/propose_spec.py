@@ -15,7 +15,7 @@ from jinfer.cli.propose.proposal import KEYS, SpecFacts, read_keys
 from jinfer.cli.propose.propose_layers import ProposedLayer, pattern_of, propose_layer
 from jinfer.cli.propose.propose_outside import ProposedOutside, propose_outside
 from jinfer.cli.toml_writer import inline_text
-from jinfer.opening.model_files import ModelFiles
+from jinfer.loader.model_files import ModelFiles
 
 # Keys without a meaning for the computation, or whose meaning tensors have as well.
 IRRELEVANT = re.compile(

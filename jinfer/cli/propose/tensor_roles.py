@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
-from jinfer.checkpoint import Tensor
-from jinfer.cli.inspect.match_checkpoint import MissingParameter
 from jinfer.cli.propose.checkpoint_layers import (
-    Shape,
     layers_of,
-    leaf_of,
-    module_name,
-    numbered,
 )
+from jinfer.loader.checkpoint import Tensor
 from jinfer.modelspec.resolve_spec import STACKS
 
 # Position of a module in a layer, by a word anywhere in its name; the first match.
@@ -116,30 +109,6 @@ _OUTSIDE = {
     "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*",
 }
 
-_LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
-
-
-@dataclass(frozen=True)
-class ProposedLine:
-    """A proposed line of a `[tensors]` table.
-
-    Attributes:
-        parameter: jinfer's name, with {i}.
-        source: the file's name, with {i} and {e}.
-        transpose: the file has the matrix as [inputs, outputs].
-        reason: why it is proposed.
-    """
-
-    parameter: str
-    source: str
-    transpose: bool = False
-    reason: str = "by its words"
-
-    def __str__(self) -> str:
-        plain = json.dumps(self.source, ensure_ascii=False)  # quoted as TOML does
-        turned = f"{{ from = {plain}, transpose = true }}"
-        return f'"{self.parameter}" = {turned if self.transpose else plain}'
-
 
 def role_in_layer(inner: str, names: Collection[str]) -> str:
     """Return the most likely role of a module of a layer, such as "attn.q"; "" if unclear.
@@ -213,47 +182,3 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
                 if role:
                     found.setdefault(f"{stack.name}.{{i}}.{role}", part.name)
     return {name: role for role, name in found.items() if role}
-
-
-def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
-    """Return lines for tensors that match a missing parameter, by name or else by shape."""
-    missing_shapes: dict[str, dict[str, Shape]] = {}
-    for each in missing:
-        name = numbered(_LEAF.sub("", each.parameter), "i")
-        missing_shapes.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
-    modules: dict[str, dict[str, Tensor]] = {}
-    for tensor in unused:
-        modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)
-    lines: dict[str, ProposedLine] = {}
-    roles = roles_of(unused)
-    for module, tensors in modules.items():
-        role = roles.get(module, "")
-        if role in missing_shapes and (
-            fit := _fits(tensors, missing_shapes[role], "{e}" in module)
-        ):
-            lines[role] = ProposedLine(role, module, fit == "transposed")
-    by_shape: dict[tuple[Shape, bool], list[str]] = {}
-    for parameter, shapes in missing_shapes.items():
-        if parameter not in lines:
-            by_shape.setdefault((_first(shapes), "{i}" in parameter), []).append(parameter)
-    taken = {line.source for line in lines.values()}
-    free = {module: _first(t).shape for module, t in modules.items() if module not in taken}
-    for (shape, in_layer), parameters in by_shape.items():
-        alike = [m for m, own in free.items() if own == shape and ("{i}" in m) == in_layer]
-        if len(alike) == len(parameters) == 1:
-            lines[parameters[0]] = ProposedLine(parameters[0], alike[0], reason="by its shape")
-    return list(lines.values())
-
-
-def _first[T](of_leaves: Mapping[str, T]) -> T:
-    """The line of the weight, if there is one."""
-    return of_leaves.get("weight", next(iter(of_leaves.values())))
-
-
-def _fits(tensors: Mapping[str, Tensor], missing_shapes: Mapping[str, Shape], stacked: bool) -> str:
-    """Whether a module's tensors fit the missing parameters', as far as both have them."""
-    found = set()
-    for leaf in tensors.keys() & missing_shapes.keys():
-        shape, own = missing_shapes[leaf][stacked:], tensors[leaf].shape
-        found.add("as it is" if own == shape else "transposed" if own == shape[::-1] else "")
-    return "" if "" in found or not found else "transposed" if "transposed" in found else "as it is"

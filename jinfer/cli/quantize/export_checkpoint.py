@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jinfer.checkpoint import CheckpointError, Tensor
-from jinfer.checkpoint.gguf import raw_metadata
 from jinfer.cli.quantize.write_gguf import GGUFWriter, StoredTensor, uint32
 from jinfer.guard.safe_files import path_exists
+from jinfer.loader.checkpoint import CheckpointError, Tensor
+from jinfer.loader.checkpoint.gguf import raw_metadata
+from jinfer.loader.checkpoint.safetensors import Writer
+from jinfer.loader.config.config_json import config_path, read_json_value
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.storage_plan import Storage
+from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.modelspec.quantization_table import AUTO, PLAIN, QuantizationSpec, Role
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.config_json import config_path, read_json_value
-from jinfer.opening.model_files import ModelFiles
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import to_codes
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.safetensors_writer import Writer
-from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
 if TYPE_CHECKING:
     from jaxtyping import Float16, UInt8
@@ -96,7 +96,7 @@ def _bit_stream(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _gptq_arrays(matrix: MatrixCodes) -> dict[str, np.ndarray]:
-    """Version 1 of the format, see `jinfer.checkpoint.layouts.gptq_layout`."""
+    """Version 1 of the format, see `jinfer.loader.checkpoint.layouts.gptq_layout`."""
     format, (outputs, inputs) = matrix.format, matrix.codes.shape
     blocks = matrix.numbers.shape[1]
     zeros = np.full((blocks, outputs), format.zero - 1, np.uint8)
@@ -125,7 +125,7 @@ def _gptq_settings(format: QuantFormat, plain: Sequence[str]) -> dict[str, Any]:
 
 
 def _packed_arrays(matrix: MatrixCodes) -> dict[str, np.ndarray]:
-    """pack-quantized, see `jinfer.checkpoint.layouts.compressed_layout`."""
+    """pack-quantized, see `jinfer.loader.checkpoint.layouts.compressed_layout`."""
     return {
         "weight_packed": _bit_stream(matrix.codes, matrix.format.code_bits),
         "weight_scale": np.ascontiguousarray(matrix.numbers[..., 0]),
@@ -351,7 +351,7 @@ class _SafetensorsTarget:
 
     def __init__(self, folder: Path, files: ModelFiles, layout: SafetensorsLayout) -> None:
         self._folder, self._files, self._layout = folder, files, layout
-        self._writer = Writer(folder, aligned=False)
+        self._writer = Writer(folder, native=False)
         self._format: QuantFormat | None = None
 
     def add(self, tensor: Tensor, matrix: MatrixCodes) -> None:

@@ -18,13 +18,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish
 from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.open_model import open_files
-from jinfer.opening.sources import SourceError
+from jinfer.loader.checkpoint import Checkpoint, CheckpointError
+from jinfer.loader.open_model import open_files
+from jinfer.loader.sources import SourceError
 
 # The tensors of a layer that read the stream, by the norm they read it through; that write to it.
 _READERS = {

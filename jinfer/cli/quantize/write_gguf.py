@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 from gguf.quants import QuantError, quantize
 
-from jinfer.checkpoint import CheckpointError
-from jinfer.checkpoint.ggml_types import BLOCKS
+from jinfer.loader.checkpoint import CheckpointError
+from jinfer.loader.checkpoint.ggml_types import BLOCKS
 
 _VERSION = 3
 _UINT32 = 4  # type of a metadata value

@@ -14,8 +14,8 @@ from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, Chat, run_comm
 from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import read_regular_file
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'

@@ -16,9 +16,9 @@ from jinfer.cli.terminal.http_client import RemoteError, ServerConnection, dicts
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
