@@ -170,8 +170,8 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in layers.outside:
         role = role_outside(name)
-        stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", name)), last)
-        found.setdefault(role if role in ("embed", "logits", "") else f"{stack}.{role}", name)
+        owner = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", name)), last)
+        found.setdefault(role if role in ("embed", "logits", "") else f"{owner}.{role}", name)
     for stack in layers.stacks:
         for parts in stack.kinds:
             second = "input_layernorm" in parts and "pre_feedforward_layernorm" not in parts
