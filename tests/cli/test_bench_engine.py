@@ -28,7 +28,7 @@ def test_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert "longest gap while the prompt is computed" in capsys.readouterr().out
     record = json.loads(files["--json"].read_text())
     shared = record["shared"]
-    assert shared["asked"] == 16 * 120
+    assert shared["prompt_tokens"] == 16 * 120
     assert shared["computed"] < 600  # the beginning once, 20 tokens of each, and some edges
     assert record["gaps"][0]["usual"] > 0
     assert record["gaps"][0]["longest"] > 0

@@ -32,12 +32,12 @@ def test_what_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (['print("{half")'], "{half.* as it starts"),
-        (["""print('{"kinds": 3}')"""], "as it starts"),
-        ([STARTED, RATE.replace("rate", "tokens")], ".*tokens.* where rate is asked for"),
-        ([STARTED, RATE.replace("2.5", "[1]")], "where rate is asked for"),
-        ([STARTED, RATE.replace("2.5", "0")], "where rate is asked for"),
-        ([STARTED, RATE, RSS.replace("rss", "peak")], ".*peak.* where rss is asked for"),
+        (['print("{half")'], "{half.* at its start"),
+        (["""print('{"kinds": 3}')"""], "at its start"),
+        ([STARTED, RATE.replace("rate", "tokens")], ".*tokens.* where rate is expected"),
+        ([STARTED, RATE.replace("2.5", "[1]")], "where rate is expected"),
+        ([STARTED, RATE.replace("2.5", "0")], "where rate is expected"),
+        ([STARTED, RATE, RSS.replace("rss", "peak")], ".*peak.* where rss is expected"),
     ],
 )
 def test_another_way_to_answer(lines: list[str], words: str, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class EngineProcess:
             known = isinstance(found.get("kinds", []), list)
             if known if key is None else 0 < found[key] < math.inf:
                 return found
-        when = "as it starts" if key is None else f"where {key} is due"
+        when = "at its start" if key is None else f"where {key} is expected"
         raise OSError(
             f"{self.side.name} answers in another way than this version, {line.strip()!r:.100} "
             f"{when}: compare with a checkout whose `bench cpu` answers alike"
