@@ -32,11 +32,11 @@ LEVELS = [
     {"api"},
     {"jinfer", "views"},
     {"cli"},
-    {"server", "generate", "serve", "client", "tools", "__main__"},
+    {"server", "generate", "serve", "client", "look", "tools", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Who has the plain references that stand beside kernels.
-USERS = {"loader", "ops", "quant", "tools"}
+USERS = {"loader", "ops", "quant", "cli", "tools"}
 
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
@@ -334,8 +334,5 @@ def unwanted_text(root: Path, names: list[str]) -> list[str]:
 def unlisted_packages(root: Path) -> list[str]:
     """Folders with code that pyproject.toml does not name, and would be missing from a wheel."""
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {
-        re.sub(r"^tools\b", "jinfer.tools", ".".join(path.parent.relative_to(root).parts))
-        for path in source_files(root)
-    }
-    return sorted(folders - set(listed))
+    folders = {".".join(path.parent.relative_to(root).parts) for path in source_files(root)}
+    return sorted(folders - set(listed) - {"tools"})

@@ -43,8 +43,7 @@ def tree(tmp_path: Path) -> Path:
         "jinfer/ops.py": "import kernels_pallas.matmul\n",
         "kernels_pallas/matmul.py": "import jax\n",
         "tools/bench.py": "import torch\nfrom jinfer import LLM\n",
-        "pyproject.toml": "tool.setuptools.packages = "
-        '["jinfer", "jinfer.nn", "jinfer.tools", "kernels_pallas"]\n',
+        "pyproject.toml": 'tool.setuptools.packages = ["jinfer", "jinfer.nn", "kernels_pallas"]\n',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

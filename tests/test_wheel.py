@@ -24,7 +24,6 @@ INSTALLED = {
     "jinfer": "jinfer",
     "kernels_pallas": "kernels_pallas",
     "specs": "jinfer/specs_data",
-    "tools": "jinfer/tools",
 }
 KINDS = (
     ".py",
@@ -91,7 +90,7 @@ def test_every_file_is_in_it(wheel: Path) -> None:
         if folder != "docs" or path.parent.name == "docs"  # notebooks stay behind
     }
     assert names == wanted
-    assert {"jinfer/py.typed", "jinfer/tools/inspect.py", "jinfer/cpu/__init__.py"} <= names
+    assert {"jinfer/py.typed", "jinfer/cli/entry_point.py", "jinfer/cpu/__init__.py"} <= names
     assert "jinfer/cpu/src/linear/linear.cc" in names
     assert {f"jinfer/server/page/assets/{name}" for name in ("index.html", "main.js")} <= names
     assert "jinfer/specs_data/families/llama.toml" in names
@@ -184,7 +183,7 @@ def test_a_model_answers_by_its_name(installation: Installation) -> None:
 def test_tools_are_there(installation: Installation) -> None:
     said = installation.run("jinfer", "inspect", "smollm2_135m_instruct")
     assert "Every parameter has its tensor, and every tensor its place." in said
-    assert installation.run("python", "-m", "jinfer.tools.inspect", "smollm2_135m_instruct") == said
+    assert installation.run("python", "-m", "jinfer", "inspect", "smollm2_135m_instruct") == said
     assert "usage: jinfer quantize " in installation.run("jinfer", "quantize", "--help")
     model = ("smollm2_135m_instruct", "--rounds", "1", "--only", "decode1")
     assert "| decode 1 |" in installation.run("jinfer", "bench", "cpu", *model)

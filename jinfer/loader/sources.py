@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinfer.loader.config.config_json import SourceError as SourceError
-from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.config.source_errors import SourceError as SourceError
 from jinfer.loader.hub import fetched, snapshot
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text

@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.cli.inspect.match_checkpoint import describe
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
@@ -18,8 +20,6 @@ from jinfer.quant.scaled_tensor import ScaledTensor
 from tests.engine.adapters import write_adapter
 from tests.loader.checkpoint.quantized_cases import CASES, Case
 from tests.loader.checkpoint.quantized_writers import Arrays, mxfp4
-from tools.match_checkpoint import describe
-from tools.quantize import convert
 
 type Shapes = dict[str, tuple[int, int]]
 

@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.cli.inspect.match_checkpoint import describe
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.checkpoint import Tensor, open_checkpoint
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import resolve_model
@@ -21,8 +23,6 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.positions import sinusoids
 from tests.families.gguf_files import write_gguf
 from tests.loader.weights.loading import lazy
-from tools.match_checkpoint import describe
-from tools.quantize import convert
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 40, 7, 3]

@@ -148,7 +148,7 @@ def test_explained(capfd: Any) -> None:
     assert "tokens drafted" in err
     assert "right by depth: " in err
     assert main([*asked, "--explain-speculation"]) == 2
-    assert "nobody drafts" in capfd.readouterr().err
+    assert "there is no draft source" in capfd.readouterr().err
     assert main([*asked, "--json", "--explain-speculation"]) == 2
 
 

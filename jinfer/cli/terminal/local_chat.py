@@ -37,12 +37,12 @@ class LocalChat(chat_loop.ChatSession):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
-        """Answers a message."""
+        """Answer a message."""
         params = self.params()
-        asked: Message = {"role": "user", "content": message}
+        question: Message = {"role": "user", "content": message}
         room = self.llm.session.room
         ids, kept = drop_oldest_turns(
-            self.llm.encode_chat, [*self.answered_messages(), asked], room, params.max_tokens
+            self.llm.encode_chat, [*self.answered_messages(), question], room, params.max_tokens
         )
         if dropped := len(self.answered_messages()) + 1 - len(kept):
             print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
@@ -99,8 +99,8 @@ def drop_oldest_turns(
         RequestError: the last question alone is too long.
     """
     kept = list(messages)
-    wanted = min(max_tokens or room, room // _SHARE)
-    while len(ids := encode(kept)) + wanted > room:
+    reserved = min(max_tokens or room, room // _SHARE)
+    while len(ids := encode(kept)) + reserved > room:
         if not chat_loop.drop_oldest_turn(kept):
             break
     if len(ids) >= room:
@@ -117,10 +117,10 @@ def rates(usage: Usage, compiled: float) -> str:
     return f"{waited}{show_answer.rates(usage)}"
 
 
-def _mark(chunks: Sequence[Chunk], asked: bool, most: int) -> str:
+def _mark(chunks: Sequence[Chunk], limited: bool, max_tokens: int) -> str:
     """The mark after an answer that a limit cut."""
     if not chunks or chunks[-1].finish_reason != "length":
         return ""
-    if asked:
-        return f" [cut off: max_tokens is {most}; /set max_tokens=none for no limit]"
+    if limited:
+        return f" [cut off: max_tokens is {max_tokens}; /set max_tokens=none for no limit]"
     return " [cut off: the context is full; go on, and old messages will be dropped]"

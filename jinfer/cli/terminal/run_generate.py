@@ -41,7 +41,7 @@ MAX_PROMPT = 64 << 20  # bytes
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status. A user's mistake is one line and status 2."""
+    """Run the command; return its exit status. A user's mistake is one line and status 2."""
     try:
         options = merge_alternatives(options)
         silent = options.prompt is None and options.prompt_file is None and options.ids is None
@@ -110,9 +110,7 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
         return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)
     if options.explain_speculation:
-        from jinfer.cli.terminal.explain_speculation import explain
-
-        return explain(llm, ids)
+        return show_answer.explain(llm, ids)
     return _answer(llm, ids, options.json)
 
 
@@ -154,7 +152,7 @@ def _text(file: str | None) -> str:
 
 
 def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
-    """Encodes the first prompt before weights are loaded, so that its errors show early."""
+    """Encode the first prompt before weights are loaded, so that its errors show early."""
     if llm.spec.decoder is None:
         raise RequestError(
             "the model has no decoder and writes no text; for its vectors there are LLM.embed in "
@@ -195,7 +193,7 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
 
 
 def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
-    """Generates several answers, or answers that are known only at the end."""
+    """Generate several answers, or answers that are known only at the end."""
     with task("answering"):
         found = llm.generate(ids, params)
     usage = found[0].usage

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quality import bits_per_weight
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights import quantized_cache
 from jinfer.loader.weights.bit_budget import divergence_costs, with_budget
@@ -21,8 +23,6 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
 from jinfer.quant.gptq import DAMPING
-from tools.quality import bits_per_weight
-from tools.quantize import convert
 
 from .test_layerwise_gptq import opened, texts
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.perplexity import perplexity, text_windows
+from jinfer.cli.quantize.rotate_weights import main as rotate
 from jinfer.loader.weights import quantized_cache
-from tools.perplexity import perplexity, text_windows
-from tools.rotate_weights import main as rotate
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("engine", "serving", "sampling")  # which the model has not read

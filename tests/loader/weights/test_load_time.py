@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.quantize import quantize_checkpoint as quantize
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.weights import layer_forward, layerwise_gptq, read_weights
 from jinfer.progress import Task
-from tools import quantize
-from tools.quantize import convert
 
 MODEL = Path(__file__).parents[2] / "goldens" / "llama2"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.sampling.sampler_chain import stage_sets
 from tools.bench_models import LlamaShape, make_up
-from tools.quantize import convert
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quantize.quantize_checkpoint import main as quantize
 from jinfer.cpu.build_library import isa, lowered_isa
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
@@ -23,7 +24,6 @@ from jinfer.quant import QuantizedTensor
 from tests.cpu.helpers import BF16
 from tests.loader.weights import loading
 from tests.loader.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
-from tools.quantize import main as quantize
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]

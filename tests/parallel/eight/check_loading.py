@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jinfer.cli.inspect.inspect_partition import view
+from jinfer.cli.quantize.quantize_checkpoint import main as convert
 from jinfer.engine.requests import EngineError
 from tests.parallel.eight.models import GOLDENS, alone, answers, distance, opened, prompts
 from tests.test_goldens import CAUSAL
-from tools.inspect_partition import view
-from tools.quantize import main as convert
 
 QUANTIZED = {"dtype": "float32", "quantization": {"weights": "q8"}}
 
