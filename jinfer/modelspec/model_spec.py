@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.modelspec.adapters_table import AdapterSpec
-from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
+from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.speculation_table import SpeculationSpec

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import formula
-from jinfer.modelspec.block import ArrayKind
-from jinfer.modelspec.blocks import AnyBlock, AttentionSpec, Block, EmbeddingSpec, HeadSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec
+from jinfer.modelspec.block import ArrayKind, Block
+from jinfer.modelspec.blocks import AnyBlock, EmbeddingSpec, HeadSpec
 from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula

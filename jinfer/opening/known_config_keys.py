@@ -3,13 +3,9 @@ a model that was built without reading one does as it says all the same."""
 
 from __future__ import annotations
 
-from jinfer.modelspec.blocks import (
-    AlibiSpec,
-    DisentangledSpec,
-    MoESpec,
-    RMSNormSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.blocks import RMSNormSpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
+from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RopeSpec
 from jinfer.opening import config_key_rules as rules
 from jinfer.opening import moe_key_rules as moe_rules
 from jinfer.opening.config_key_rules import Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinfer.modelspec.blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.opening.config_key_rules import layers_of, values_of
 

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
 from jinfer.modelspec.block import CachedVectors
-from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU

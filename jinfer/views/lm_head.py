@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import Block, HeadSpec, LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec, LayerNormSpec, RMSNormSpec
 from jinfer.progress import task
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.traced_values import layer_count

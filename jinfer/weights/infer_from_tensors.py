@@ -13,8 +13,10 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.blocks import Block, HeadSpec, LearnedPositionsSpec, SinusoidalPositionsSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import LearnedPositionsSpec, SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.weights.row_reader import PIECE, row_reader, same_values

@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    ExpertAttentionSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.attention_blocks import AttentionSpec, CrossAttentionSpec, ExpertAttentionSpec
 from jinfer.modelspec.layer_spec import shared_keys
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 from jinfer.weights.plan_weights import WeightPlan

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.modelspec.blocks import GatedMLPSpec
+from jinfer.modelspec.feed_forward_blocks import GatedMLPSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.model_files import ModelFiles

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import AttentionSpec, HeadSpec, RopeScalingSpec, RopeSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, find_family

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import GatedMLPSpec
+from jinfer.modelspec.feed_forward_blocks import GatedMLPSpec
 from jinfer.modelspec.model_spec import ModelSpec
 
 from .helpers import MODEL, error_of, model, resolved

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import Tensor, open_checkpoint
-from jinfer.modelspec.blocks import SinusoidalPositionsSpec
+from jinfer.modelspec.position_blocks import SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.positions import sinusoids

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.ggml_types import BLOCKS
-from jinfer.modelspec.blocks import RopeSpec
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import parse_format

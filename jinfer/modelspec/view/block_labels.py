@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from jinfer.modelspec import blocks
-from jinfer.modelspec.blocks import Block
+from jinfer.modelspec import (
+    attention_blocks,
+    attention_parts,
+    blocks,
+    feed_forward_blocks,
+    position_blocks,
+)
+from jinfer.modelspec.block import Block
 
 _MAX_LINE = 34
 _NAMES = {
@@ -35,9 +41,9 @@ def shortened(line: str, limit: int = _MAX_LINE) -> str:
 def _sizes(block: Any) -> tuple[list[str], set[str]]:
     """Lines with the block's sizes, and the names of the fields they show."""
     match block:
-        case blocks.EmbeddingSpec() | blocks.LearnedPositionsSpec():
+        case blocks.EmbeddingSpec() | position_blocks.LearnedPositionsSpec():
             return [f"{block.size} × {block.width}"], {"size", "width"}
-        case blocks.SinusoidalPositionsSpec():
+        case position_blocks.SinusoidalPositionsSpec():
             return [f"of width {block.width}"], {"width"}
         case blocks.RMSNormSpec() | blocks.LayerNormSpec():
             return [f"{block.size}, eps {block.eps:g}"], {"size", "eps", "bias", "weight"}
@@ -46,26 +52,26 @@ def _sizes(block: Any) -> tuple[list[str], set[str]]:
         case blocks.HeadSpec():
             tied = ["weight of embed"] if block.tied else []
             return [f"{block.inputs} → {block.outputs}", *tied], {"inputs", "outputs", "tied"}
-        case blocks.AttentionSpec():
+        case attention_blocks.AttentionSpec():
             heads = f"{block.heads} heads of {block.head_dim}"
             shared = [f"{block.kv_heads} of keys and values"]
             lines = [heads, *(shared if block.kv_heads != block.heads else [])]
             return lines, {"inputs", "heads", "kv_heads", "head_dim"}
-        case blocks.CrossAttentionSpec():
+        case attention_blocks.CrossAttentionSpec():
             said = {"inputs", "heads", "head_dim", "encoded"}
             return [f"{block.heads} heads of {block.head_dim}"], said
-        case blocks.LatentAttentionSpec():
+        case attention_blocks.LatentAttentionSpec():
             lines = [f"{block.heads} heads, latent {block.latent_rank}"]
             lines.append(f"dims {block.nope_dim} + {block.rope_dim}, values {block.value_dim}")
             return lines, {"inputs", "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim"}
-        case blocks.MLPSpec() | blocks.GatedMLPSpec():
+        case feed_forward_blocks.MLPSpec() | feed_forward_blocks.GatedMLPSpec():
             said = {"inputs", "width", "activation"}
             return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], said
-        case blocks.MoESpec():
+        case feed_forward_blocks.MoESpec():
             lines = [f"{block.top_k} of {block.experts} experts"]
             lines.append(f"{block.inputs} → {block.width} → {block.inputs}, {block.activation}")
             return lines, {"inputs", "width", "experts", "top_k", "activation", "scoring"}
-        case blocks.ActivationSpec():
+        case feed_forward_blocks.ActivationSpec():
             return [block.function], {"function"}
         case blocks.PoolSpec():
             return [f"{block.take} token" if block.take != "mean" else "mean of tokens"], {"take"}
@@ -90,16 +96,16 @@ def _extra(block: Any, field: Any, shown: set[str]) -> str:
 def _words(name: str, value: Any) -> str:
     """A field's value in a few words."""
     match value:
-        case blocks.RopeSpec():
+        case position_blocks.RopeSpec():
             turned = f"rope theta {_number(value.theta)}, {value.pairs}"
             return turned + (f", {value.scaling.rope_type}" if value.scaling else "")
-        case blocks.AlibiSpec():
+        case position_blocks.AlibiSpec():
             return "alibi"
-        case blocks.RelativeBiasSpec():
+        case position_blocks.RelativeBiasSpec():
             return "relative positions"
-        case blocks.DisentangledSpec():
+        case position_blocks.DisentangledSpec():
             return "disentangled positions"
-        case blocks.QKNormSpec():
+        case attention_parts.QKNormSpec():
             return f"{value.kind} norm of q, k per {value.over}"
         case float() | int():
             return f"{name.replace('_', ' ')} {_number(value)}"

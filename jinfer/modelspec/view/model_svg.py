@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
-from jinfer.modelspec.blocks import (
-    AttentionSpec,
-    Block,
-    CrossAttentionSpec,
-    HeadSpec,
-    LatentAttentionSpec,
-)
+from jinfer.modelspec.attention_blocks import AttentionSpec, CrossAttentionSpec, LatentAttentionSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.view.block_labels import block_label, shortened
 from jinfer.modelspec.view.formula_graph import FormulaGraph, GraphNode, formula_graph
