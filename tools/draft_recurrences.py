@@ -46,7 +46,7 @@ def lru(own: Parts, facts: DraftFacts) -> Branch | None:
             branch.take(f"{name}.bias", own[f"rg_lru.{word}_bias"])
     act(branch, "sigmoid", "sigmoid")
     act(branch, "gelu_tanh")
-    branch.modules["lru"] = {"kind": "lru"}
+    branch.modules["lru"] = {"kind": "rglru"}
     branch.take("lru.decay", own["rg_lru.recurrent_param"])
     branch.lines += [
         "h = conv(lru_x({n}))",

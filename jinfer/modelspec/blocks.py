@@ -18,7 +18,6 @@ from jinfer.modelspec import (
     feed_forward_blocks,
     position_blocks,
     recurrent_blocks,
-    stream_blocks,
 )
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, NotNegative, Size, dim
@@ -170,14 +169,14 @@ class SelectSpec(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadSpec(Block):
+class VocabMapSpec(Block):
     """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
     The parameter `offsets` is the difference of each token's id and its index in the reduced
     vocabulary.
     """
 
-    kind: Literal["spread"]
+    kind: Literal["vocab_map"]
     inputs: int = dim("vocab")
     outputs: int = dim("vocab")
 
@@ -242,6 +241,59 @@ class ClassifierSpec(Block):
         return "" if part == "head" else "a classification head, which only the head formula can"
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixSpec(Block):
+    """Weighted sums of the equal parts of a vector: `mix(x, weights)`.
+
+    Of `inputs` parts become `outputs`. The weights are a vector, too, computed from each token:
+    first those of the first output, one for each input.
+
+    inputs: number of parts of `x`.
+    outputs: number of parts of the result.
+    """
+
+    kind: Literal["mix"]
+    inputs: Size
+    outputs: Size
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatSpec(Block):
+    """A vector several times, one after the other."""
+
+    kind: Literal["repeat"]
+    times: Size
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSpec(Block):
+    """The sum of the equal parts of a vector."""
+
+    kind: Literal["sum"]
+    parts: Size
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescaleSpec(Block):
+    """Gives the parts of a vector the root mean square of another one: `rescale(x, like)`.
+
+    x * sqrt(mean(like^2) / max(mean(x^2), eps)), for each part of x.
+
+    parts: number of equal parts of `x`.
+    eps: the least mean square that is divided by.
+    """
+
+    kind: Literal["rescale"]
+    parts: Size = 1
+    eps: NotNegative = 1e-5
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1
+
+
 def _block_kinds() -> tuple[type[Block], ...]:
     """The block classes with a `kind` of their own, in the order of their definitions."""
     files = (
@@ -250,7 +302,6 @@ def _block_kinds() -> tuple[type[Block], ...]:
         attention_blocks,
         feed_forward_blocks,
         recurrent_blocks,
-        stream_blocks,
     )
     return tuple(
         value

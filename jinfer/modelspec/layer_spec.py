@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec
-from jinfer.modelspec.attention_parts import IndexerSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec, IndexerSpec, LatentAttentionSpec
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula

@@ -136,14 +136,14 @@ class DeltaSpec(RecurrentBlock):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRUSpec(RecurrentBlock):
-    """RG-LRU (arXiv 2402.19427): `lru(x, input_gate, recurrence_gate)`, gates after their sigmoids.
+class RGLRUSpec(RecurrentBlock):
+    """RG-LRU (arXiv 2402.19427): `rglru(x, input_gate, recurrence_gate)`, gates after sigmoids.
 
     h = a h + sqrt(1 - a^2) (input_gate x), which is the output, with log a = -8 recurrence_gate
     softplus(decay).
     """
 
-    kind: Literal["lru"]
+    kind: Literal["rglru"]
     width: int = dim("lru_width")
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",) * 3
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.guard.safe_files import FileRefusedError, path_exists, read_regular_file
-from jinfer.modelspec.family_match import matches
-from jinfer.modelspec.resolve_spec import CheckpointFacts
+from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
-from jinfer.modelspec.toml_tables import Table, check_plain, nested
+from jinfer.modelspec.toml_tables import (
+    Table,
+    check_plain,
+    nested,
+)
 from jinfer.runtime.source_files import content_of
 
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000

@@ -12,7 +12,7 @@ from jinfer.modelspec.attention_blocks import AttentionSpec
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.blocks import AnyBlock, EmbeddingSpec, HeadSpec
 from jinfer.modelspec.bounded_types import LayerCount
-from jinfer.modelspec.draft_head import read_follows
+from jinfer.modelspec.eagle_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, indexer_of
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value

@@ -11,16 +11,14 @@ from jinfer.modelspec import (
     feed_forward_blocks,
     position_blocks,
     recurrent_blocks,
-    stream_blocks,
 )
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.draft_head import TapSpec
+from jinfer.modelspec.eagle_head import HiddenTapSpec
 from jinfer.nn import (
     attention_modules,
+    eagle_modules,
     expert_attention,
     feed_forward,
-    head_inputs,
-    hidden_tap,
     mla,
     moe_block,
     norm_modules,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 # Each makes a module of a block and the dtype to compute in. A test compares the first ones with
-# `jinfer.modelspec.blocks.BLOCKS`; no specification names those from `TapSpec` on.
+# `jinfer.modelspec.blocks.BLOCKS`; no specification names those from `HiddenTapSpec` on.
 MODULES: dict[type[Block], Callable[[Any, Any], nnx.Module]] = {
     blocks.EmbeddingSpec: projections.Embedding,
     position_blocks.LearnedPositionsSpec: positions.PositionTable,
@@ -56,13 +54,13 @@ MODULES: dict[type[Block], Callable[[Any, Any], nnx.Module]] = {
     blocks.BiasSpec: norm_modules.Bias,
     blocks.LinearSpec: projections.Linear.of,
     blocks.BlockLinearSpec: projections.BlockLinear,
-    blocks.ConcatSpec: head_inputs.Concat,
+    blocks.ConcatSpec: eagle_modules.Concat,
     blocks.SelectSpec: pooling.Select,
-    stream_blocks.MixSpec: stream_modules.Mix,
-    stream_blocks.RepeatSpec: stream_modules.Repeat,
-    stream_blocks.SumSpec: stream_modules.Sum,
-    stream_blocks.RescaleSpec: stream_modules.Rescale,
-    blocks.SpreadSpec: head_inputs.VocabMap,
+    blocks.MixSpec: stream_modules.Mix,
+    blocks.RepeatSpec: stream_modules.Repeat,
+    blocks.SumSpec: stream_modules.Sum,
+    blocks.RescaleSpec: stream_modules.Rescale,
+    blocks.VocabMapSpec: eagle_modules.VocabMap,
     blocks.HeadSpec: projections.Head,
     feed_forward_blocks.ActivationSpec: feed_forward.Activation,
     blocks.PoolSpec: pooling.Pool,
@@ -78,13 +76,13 @@ MODULES: dict[type[Block], Callable[[Any, Any], nnx.Module]] = {
     recurrent_blocks.SSMSpec: recurrent_modules.SSM,
     recurrent_blocks.SelectiveScanSpec: recurrent_modules.SelectiveScan,
     recurrent_blocks.DeltaSpec: recurrent_modules.Delta,
-    recurrent_blocks.LRUSpec: recurrent_modules.LRU,
+    recurrent_blocks.RGLRUSpec: recurrent_modules.RGLRU,
     recurrent_blocks.LinearAttentionSpec: recurrent_modules.LinearAttention,
     recurrent_blocks.ShiftSpec: recurrent_modules.Shift,
     recurrent_blocks.WKVSpec: recurrent_modules.WKV,
     recurrent_blocks.WKV7Spec: recurrent_modules.WKV7,
     recurrent_blocks.BonusSpec: recurrent_modules.Bonus,
-    TapSpec: hidden_tap.HiddenTap,
+    HiddenTapSpec: eagle_modules.HiddenTap,
     ShardedEmbeddingBlock: tensor_parallel.ShardedEmbedding,
     ShardedHeadBlock: tensor_parallel.ShardedHead,
     ShardedRMSBlock: tensor_parallel.ShardedRMSNorm,

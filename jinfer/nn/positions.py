@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.attention_parts import TemperatureSpec
+from jinfer.modelspec.attention_blocks import TemperatureSpec
 from jinfer.modelspec.position_blocks import (
     AlibiSpec,
     LearnedPositionsSpec,

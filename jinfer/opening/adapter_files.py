@@ -9,8 +9,7 @@ from typing import Any
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.adapters_table import AdapterSpec
-from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.model_spec import AdapterSpec, ModelSpec
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.model_files import ModelFiles, check_enclosed

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.modelspec.classification_table import Activation, check_pair, class_count
-from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.model_spec import Activation, ModelSpec, check_pair, class_count
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.opening.resolve_model import RANK
 from jinfer.opening.source_errors import SourceError

@@ -10,8 +10,8 @@ from typing import Any
 
 from jinfer.checkpoint import Checkpoint, open_checkpoint
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.opening.chat_prompt import Conversation

@@ -25,7 +25,7 @@ from jinfer.engine.runner.search_steps import best_beams, best_candidate
 from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.runner.step_table import float32, int32
 from jinfer.engine.runner.verify import Nodes
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel.device_groups import first_replica

@@ -48,7 +48,7 @@ _RULES: Mapping[type[Block], _Rule] = {
         ("key_heads",), ("heads", "key_heads"), "delta_heads", "heads"
     ),
     recurrent_blocks.SelectiveScanSpec: _CHANNELS,
-    recurrent_blocks.LRUSpec: _CHANNELS,
+    recurrent_blocks.RGLRUSpec: _CHANNELS,
     recurrent_blocks.WKVSpec: _CHANNELS,
 }
 _RECURRENCES = (
@@ -58,7 +58,7 @@ _RECURRENCES = (
         recurrent_blocks.DeltaSpec,
         recurrent_blocks.SelectiveScanSpec,
     ),
-    *(recurrent_blocks.LRUSpec, recurrent_blocks.WKVSpec),
+    *(recurrent_blocks.RGLRUSpec, recurrent_blocks.WKVSpec),
 )
 
 

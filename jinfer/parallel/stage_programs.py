@@ -32,7 +32,7 @@ from jinfer.engine.runner.step_table import (
     int32,
 )
 from jinfer.engine.runner.verify import accept_states, sample_along_trees, tree_flat_batch
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import STATE, zero_cache
 from jinfer.ops.backend import target_platform

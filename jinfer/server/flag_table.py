@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from jinfer.distributed import job_config
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.model_spec import Reasoning, ToolCalls
 from jinfer.server.flag_types import ServeFlag, count, gib, port, seconds, size
 from jinfer.server.server_settings import ServerSettings
 from jinfer.server.thinking_flags import budget, template_variables

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.modelspec.draft_head import add_taps, target_layers
+from jinfer.modelspec.eagle_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError

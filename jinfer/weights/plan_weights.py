@@ -9,8 +9,8 @@ from typing import Any
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant.quantized_tensor import Activations
 from jinfer.weights.choose_method import with_gptq

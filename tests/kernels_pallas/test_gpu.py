@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
-from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.modelspec.quant_format import FLOAT_DTYPES, QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend

@@ -10,8 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.modelspec.attention_blocks import AttentionSpec
-from jinfer.modelspec.attention_parts import (
+from jinfer.modelspec.attention_blocks import (
+    AttentionSpec,
     DifferentialSpec,
     IndexerSpec,
     OutputGateSpec,
@@ -19,9 +19,8 @@ from jinfer.modelspec.attention_parts import (
     TemperatureSpec,
 )
 from jinfer.modelspec.blocks import BLOCKS
-from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
-from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
+from jinfer.modelspec.model_spec import ClassificationSpec, EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.position_blocks import RopeScalingSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec

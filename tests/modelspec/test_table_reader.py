@@ -6,8 +6,7 @@ from typing import Any, Literal
 import pytest
 
 from jinfer.modelspec import feed_forward_blocks
-from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec
-from jinfer.modelspec.attention_parts import QKNormSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec, QKNormSpec
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Count, LayerCount, NotNegative, Positive, Size
 from jinfer.modelspec.feed_forward_blocks import MoESpec

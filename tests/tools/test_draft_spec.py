@@ -29,7 +29,7 @@ BLOCKS = {
         "sigmoid(shared_expert_gate(n))",
     ),
     "kimi_linear": ("channels = true", 'kind = "latent_attention"'),
-    "recurrent_gemma": ('kind = "lru"', 'kind = "block_linear"'),
+    "recurrent_gemma": ('kind = "rglru"', 'kind = "block_linear"'),
     "minimax": ('kind = "linear_attention"',),
     "rwkv4": ('kind = "wkv"', 'kind = "shift"'),
     "deepseek_v2": ('kind = "latent_attention"', "first_k_dense_replace"),

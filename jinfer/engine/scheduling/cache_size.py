@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     ENCODER,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from jinfer.modelspec.classification_table import Activation
+from jinfer.modelspec.model_spec import Activation
 from jinfer.opening.pooling_config import Similarity
 from jinfer.server.schemas.embeddings import EmbeddingUsage
 from jinfer.server.schemas.schema_base import RequestModel, ResponseModel

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.model_spec import Reasoning, ToolCalls
 from jinfer.server.tool_parsers.deepseek import DEEPSEEK
 from jinfer.server.tool_parsers.dsml import DSML
 from jinfer.server.tool_parsers.harmony import HARMONY

@@ -29,7 +29,7 @@ _MOST = 16  # layers whose hidden states a head takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class TapSpec(Block):
+class HiddenTapSpec(Block):
     """Caches the hidden states of a layer, for a draft head."""
 
     kind: Literal["tap"] = "tap"
@@ -91,9 +91,9 @@ def _tapped(layer: LayerSpec, width: int) -> LayerSpec:
     ]
     text = "\n".join([*filter(None, written), f"x = {TAP}({ast.unparse(value)})"])
     old = layer.wiring
-    passing = (*(old.passing or ()), (TAP, TapSpec.passes))
+    passing = (*(old.passing or ()), (TAP, HiddenTapSpec.passes))
     wiring = replace(old, text=text, calls=(*old.calls, TAP), passing=passing)
-    modules: Any = (*layer.modules, (TAP, TapSpec(width=width)))
+    modules: Any = (*layer.modules, (TAP, HiddenTapSpec(width=width)))
     return replace(layer, wiring=wiring, modules=modules)
 
 
