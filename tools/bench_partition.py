@@ -159,7 +159,7 @@ def _measure(
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
-        programs = llm.session.engine.programs
+        programs = llm.session.engine.runner.programs
         assert isinstance(programs, PipelinePrograms), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()

@@ -71,7 +71,7 @@ class PairedRuns:
         formula: float | None = None,
     ) -> DraftGain:
         """Measures; the first round is a warm-up."""
-        for future in speculation.announce(self.llm.session.engine):
+        for future in speculation.announce():
             future.result()
         ratios = []
         for _ in range(self.rounds + 1):
@@ -107,7 +107,8 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
     formula = None
     if nodes is not None:
         formula = (1 - accuracy**nodes) / (1 - accuracy) if accuracy < 1 else float(nodes)
-    speculation = SpeculativeDecoder([replay], DraftLength(nodes), branched=False)
+    engine = turns.llm.session.engine
+    speculation = SpeculativeDecoder(engine, [replay], DraftLength(nodes), branched=False)
     return turns.gain(name, speculation, accuracy, formula)
 
 
@@ -131,7 +132,7 @@ def measure(options: argparse.Namespace) -> int:
         if llm.can_chat:
             for name, text in _PROMPTS.items():
                 turns = PairedRuns(llm, [llm.encode_chat(text)], tokens, options.rounds)
-                speculation = SpeculativeDecoder([PromptLookup(branches=2)])
+                speculation = SpeculativeDecoder(llm.session.engine, [PromptLookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
     if options.json:

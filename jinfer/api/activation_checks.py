@@ -37,7 +37,7 @@ def request_activations(
     if not asked:
         return None
     _check_combined(engine, sampling, asked[0])
-    known = engine.model.activations
+    known = engine.runner.model.activations
     capture = _captured(sampling.capture, known)
     each = {name: prod(_of_token("capture", name, known)) for name in capture}
     total = 4 * sum(each.values()) * (limit - 1)
@@ -91,7 +91,9 @@ def compile_for(engine: Engine, request: Request) -> None:
     if taps is None:
         return
     try:
-        for program in engine.programs.announce(first_shapes(engine, len(request.prompt), taps)):
+        for program in engine.runner.programs.announce(
+            first_shapes(engine, len(request.prompt), taps)
+        ):
             program.result()
     except TapError as error:  # it has the name within the layer
         part, _, why = str(error).partition(" ")
@@ -102,7 +104,7 @@ def compile_for(engine: Engine, request: Request) -> None:
 def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:
     """Raises `RequestError` if steering vectors do not fit the model."""
     edits = [one.edit for one in vectors]
-    place_edits(edits, edited_shapes(edits, engine.model.activations), 1)
+    place_edits(edits, edited_shapes(edits, engine.runner.model.activations), 1)
 
 
 def _captured(patterns: object, known: Mapping[str, ActivationShape]) -> list[str]:
@@ -140,7 +142,7 @@ def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tu
 
 def _check_combined(engine: Engine, sampling: SamplingParams, field: str) -> None:
     """Raises `RequestError` for what activations cannot be combined with."""
-    if getattr(engine.programs, "stages", None) is not None:
+    if getattr(engine.runner.programs, "stages", None) is not None:
         raise RequestError(
             f"{field}: the model is divided among devices or processes; open it without [partition]"
         )

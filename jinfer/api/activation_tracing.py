@@ -16,10 +16,9 @@ from jinfer.api.session import Session
 from jinfer.api.trace import Trace
 from jinfer.api.traced_edits import edited_keys, traced_edits
 from jinfer.engine.activation_use import ActivationUse
-from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.output.generation import Completion
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.engine.runner.trace_passes import (
     TracePlan,
     Values,
@@ -57,7 +56,7 @@ class TraceInputs:
 
 def names_of(session: Session, pattern: str) -> ActivationNames:
     """As `LLM.names`."""
-    return activation_names(session.engine.model.activations, pattern)
+    return activation_names(session.engine.runner.model.activations, pattern)
 
 
 def trace_prompts(
@@ -79,11 +78,11 @@ def trace_prompts(
     Args:
         generate: `LLM.generate`, for answers.
     """
-    if getattr(session.engine.programs, "stages", None) is not None:
+    if getattr(session.engine.runner.programs, "stages", None) is not None:
         raise RequestError(
             "trace: the model is divided among devices or processes; open it without [partition]"
         )
-    shapes = _chosen(session.engine.model.activations, capture)
+    shapes = _chosen(session.engine.runner.model.activations, capture)
     edited = SamplingParams.from_names({"edits": edits, "steer": steer})
     use = None if adapter is None else session.adapters.find(adapter)
     inputs = _inputs(session, given, encoder_given, token_type_ids)
@@ -94,7 +93,7 @@ def trace_prompts(
         inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
-    scored = edited_keys(edited, session.engine.model.activations)
+    scored = edited_keys(edited, session.engine.runner.model.activations)
     plans = [_plans(session, shapes, scored, one) for one in inputs]
     _check_memory([plan for each in plans for plan in each.values()])
     traces = [
@@ -126,7 +125,7 @@ def _inputs(
     encoder_given: object | None,
     token_type_ids: Sequence[Sequence[int]] | None,
 ) -> list[TraceInputs]:
-    spec, crossed = session.opened.spec, session.engine.model.has_cross_attention
+    spec, crossed = session.opened.spec, session.engine.runner.model.has_cross_attention
     if encoder_given is not None and not crossed:
         raise RequestError(
             "encoder_ids are for a model with an encoder and a decoder; leave them out"
@@ -159,7 +158,7 @@ def _answers(
     sampling = session.sampling(params, changes)
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
-    if not session.engine.model.has_cross_attention:
+    if not session.engine.runner.model.has_cross_attention:
         found = generate([one.ids for one in inputs], sampling)
     else:
         found = [generate([one.encoder], sampling, decoder_prefix=one.ids)[0] for one in inputs]
@@ -188,8 +187,8 @@ def _plans(
         inside = beside and stack.name == "encoder"
         own = {n: s for n, s in shapes.items() if not beside or n.startswith(_ENCODER) == inside}
         tokens = len(one.encoder if inside else one.ids)
-        caches = session.engine.model.caches
-        known = session.engine.model.activations
+        caches = session.engine.runner.model.caches
+        known = session.engine.runner.model.activations
         names = [*own, *(n for n in scored if n.startswith(f"{stack.name}."))]
         keys = {
             name: len(one.encoder) if _reads_encoder(caches, name) else tokens
@@ -230,14 +229,14 @@ def _trace(
     adapter: AdapterUse | None,
 ) -> Trace:
     values: Values = {}
-    known = session.engine.model.activations
+    known = session.engine.runner.model.activations
     # An encoder beside a decoder is computed as it is.
     changed = "decoder" if one.encoder else session.opened.spec.stacks[0].name
     of_stack = {n: s for n, s in known.items() if not (one.encoder and n.startswith(_ENCODER))}
     for stack, plan in plans.items():
         edits = None
         if stack == changed:
-            width = key_width(session.engine, stack, plan)
+            width = key_width(session.engine.runner, stack, plan)
             edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width, plan.keys)
         try:
             values |= session.thread.run(partial(_pass, stack, one, plan, edits, adapter))
@@ -259,10 +258,11 @@ def _pass(
     engine: Engine,
 ) -> Any:
     if stack == "decoder":
-        return trace_decoder(engine, one.ids, plan, one.encoder, adapter, edits)
+        runner, scheduler = engine.runner, engine.scheduler
+        return trace_decoder(runner, scheduler, one.ids, plan, one.encoder, adapter, edits)
     text = one.encoder or one.ids
     types = [0] * len(text) if one.encoder else one.types
-    return trace_encoder(engine, text, types, plan, edits)
+    return trace_encoder(engine.runner, text, types, plan, edits)
 
 
 def _is_one(given: object) -> bool:

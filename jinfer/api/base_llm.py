@@ -103,12 +103,12 @@ class BaseLLM:
     @property
     def compile_seconds(self) -> float:
         """Seconds that requests have waited for compilation."""
-        return self._engine.programs.waited
+        return self._engine.runner.programs.waited
 
     @property
     def compilations(self) -> int:
         """Programs compiled, or loaded from the persistent cache, so far."""
-        return self._engine.programs.compilations
+        return self._engine.runner.programs.compilations
 
     @property
     def last_usage(self) -> Usage:

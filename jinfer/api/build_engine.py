@@ -17,7 +17,7 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.engine.runner.model_runner import flat_sizes
+from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
@@ -86,7 +86,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
         spec.queue,
         1 if lanes is None else lanes.count,
     )
-    return Engine(programs=programs, scheduler=scheduler)
+    return Engine(runner=ModelRunner(programs=programs), scheduler=scheduler)
 
 
 def open_drafts(
@@ -114,19 +114,21 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     Raises:
         SpecError: a store cannot be had.
     """
-    programs: Any = engine.programs
+    programs: Any = engine.runner.programs
     start_offload(engine, plan)
     stages = getattr(programs, "stages", None)
     if stages is None:
         loaded = load_weights.load(plan, progress=progress)
-        known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(engine.model)
-        engine.parameters = tuple(known[name] for name in engine.model.names)
+        known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
+            engine.runner.model
+        )
+        engine.runner.parameters = tuple(known[name] for name in engine.runner.model.names)
         return
     from jinfer.parallel.sharded_loading import load_stages
 
     if progress and programs.memory:
         line(str(programs.memory))
-    engine.leaves = load_stages(plan, stages, progress=progress)
+    engine.runner.leaves = load_stages(plan, stages, progress=progress)
 
 
 def empty_adapters(model: AbstractModel) -> dict[str, Any]:
@@ -145,15 +147,15 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
         values: name of each parameter -> its values in NumPy, stored as it is; of a model on
             several devices none of a quantized one.
     """
-    programs: Any = engine.programs
+    programs: Any = engine.runner.programs
     if (stages := getattr(programs, "stages", None)) is None:
         changed = {name: jax.device_put(each) for name, each in values.items()}
-        known = zip(engine.model.names, engine.parameters, strict=True)
-        engine.parameters = tuple(changed.get(name, old) for name, old in known)
+        known = zip(engine.runner.model.names, engine.runner.parameters, strict=True)
+        engine.runner.parameters = tuple(changed.get(name, old) for name, old in known)
         return
     from jinfer.parallel.sharded_loading import replaced_leaves
 
-    engine.leaves = replaced_leaves(stages, engine.leaves, values)
+    engine.runner.leaves = replaced_leaves(stages, engine.runner.leaves, values)
 
 
 def _on_one_device(
@@ -214,12 +216,12 @@ def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> l
     Args:
         taps: the activations that it captures and edits.
     """
-    if not engine.model.modules.spec.generates:
+    if not engine.runner.model.modules.spec.generates:
         return []
     scheduler, shapes = engine.scheduler, [StepKey("set_slot")]
     while prompt > 1:
         count = scheduler.fit_batch(min(scheduler.chunk, prompt))
-        shapes.append(StepKey("logits", engine.batch_size(count), 1, taps=taps))
+        shapes.append(StepKey("logits", engine.scheduler.batch_size(count), 1, taps=taps))
         prompt -= count
     stages = stage_sets()[0]
     chosen = StepKey("sample", chosen=1, stages=stages)
@@ -233,8 +235,8 @@ def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> No
     less time, and would be in memory beside what compilers need, which is given back. The weights
     of a large model are read meanwhile.
     """
-    keys, programs = first_shapes(engine, prompt), engine.programs
-    small = backend() == "cpu" and nbytes(engine.model.parameters) <= _SMALL_WEIGHTS
+    keys, programs = first_shapes(engine, prompt), engine.runner.programs
+    small = backend() == "cpu" and nbytes(engine.runner.model.parameters) <= _SMALL_WEIGHTS
     compiles = programs.shelf is not None and not programs.stored(keys)
     futures = programs.announce(keys)
     if small and compiles:
@@ -247,20 +249,20 @@ def announce_stored(engine: Engine) -> None:
 
     They are read while the weights are. Nothing is compiled: nobody has asked for anything yet.
     """
-    programs = engine.programs
+    programs = engine.runner.programs
     programs.announce(key for key in first_shapes(engine, 1) if programs.stored([key]))
 
 
 def all_shapes(engine: Engine) -> list[StepKey]:
     """The programs that requests of every kind but beam and contrastive search may need."""
-    if not engine.model.modules.spec.generates:
+    if not engine.runner.model.modules.spec.generates:
         return []
-    slots = engine.programs.sizes.slots
-    counts = sorted({engine.padded_rows(n) for n in range(1, slots + 1)})
+    slots = engine.runner.programs.sizes.slots
+    counts = sorted({engine.runner.padded_rows(n) for n in range(1, slots + 1)})
     flat = [
         StepKey("logits", size, chosen)
         for size in engine.scheduler.sizes
-        for chosen in sorted({1, engine.sampled_rows(size, 2)})
+        for chosen in sorted({1, engine.runner.sampled_rows(size, 2)})
     ]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})

@@ -34,7 +34,7 @@ def forward_results(
         NotFiniteError: of scores; other results are given as they are.
     """
     spec = session.opened.spec
-    if encoder_given is not None and not session.engine.model.has_cross_attention:
+    if encoder_given is not None and not session.engine.runner.model.has_cross_attention:
         raise RequestError(
             "encoder_ids are for a model with an encoder and a decoder; leave them out"
         )
@@ -55,7 +55,7 @@ def forward_results(
     if want not in ("hidden", "classes") and not spec.generates:
         raise RequestError(no_head_error(spec))
     encoders: list[list[int]] = [[]] * len(texts)
-    if session.engine.model.has_cross_attention:
+    if session.engine.runner.model.has_cross_attention:
         encoders = [] if encoder_given is None else encoded_prompts(session, encoder_given)
         if len(encoders) != len(texts):
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
@@ -100,4 +100,4 @@ def encoded_prompts(session: Session, given: object) -> list[list[int]]:
 def _forward(
     ids: list[int], encoder: list[int], want: Any, last: bool, engine: Engine
 ) -> Passes[np.ndarray]:
-    return forward(engine, ids, want, encoder, last=last)
+    return forward(engine.runner, engine.scheduler, ids, want, encoder, last=last)

@@ -52,8 +52,8 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    assert isinstance(engine.programs, DistributedPrograms), "it has joined"
-    worker_loop(group, engine.programs, engine.leaves)
+    assert isinstance(engine.runner.programs, DistributedPrograms), "it has joined"
+    worker_loop(group, engine.runner.programs, engine.runner.leaves)
 
 
 def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None]) -> int:

@@ -14,10 +14,9 @@ import numpy as np
 from jinfer.api.build_engine import place_parameters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.distributed.current_group import current_group
-from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import EngineError, RequestError
+from jinfer.engine.requests import AdapterUse, EngineError, RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
@@ -109,7 +108,7 @@ class Adapters:
         """Loads those of the specification, once the model is loaded."""
         if self.slots is None:
             return
-        parameters = zip(engine.model.names, engine.model.parameters, strict=True)
+        parameters = zip(engine.runner.model.names, engine.runner.model.parameters, strict=True)
         self._stacks = {n: np.zeros(p.shape, p.dtype) for n, p in parameters if is_adapter(n)}
         for name, adapter in self.listed.items():
             self._load(name, adapter, engine, thread)
@@ -136,7 +135,7 @@ class Adapters:
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
         from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
 
-        terms = adapter_terms(adapter, engine.model, self.names, self.form)
+        terms = adapter_terms(adapter, engine.runner.model, self.names, self.form)
         if adapter.has_magnitudes:
             terms = with_norms(terms, _weights(engine, thread, adapter), adapter.path)
         with self._changing:

@@ -77,7 +77,7 @@ class ModelWeights:
         return cls(engine, thread, tensors, dict(plan.same))
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.engine.model.names if not is_adapter(name))
+        return (name for name in self.engine.runner.model.names if not is_adapter(name))
 
     def __contains__(self, name: object) -> bool:
         return name in (names := set(self)) or f"{name}.weight" in names
@@ -139,7 +139,7 @@ class ModelWeights:
         )
 
     def _stored(self, name: str) -> Any:
-        return self.engine.parameters[self.engine.model.names.index(name)]
+        return self.engine.runner.parameters[self.engine.runner.model.names.index(name)]
 
 
 def _stored_as(name: str, old: Any, given: Any) -> Any:

@@ -21,16 +21,15 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
         SpecError: a store cannot be had.
     """
     asked, path = plan.spec.engine, plan.spec.path
-    if not engine.model.caches:
+    if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return
     # Imported here, because most models ask for none.
-    from jinfer.engine.offload.cache_identity import cache_identity
     from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
-    from jinfer.engine.offload.prefix_offload import PrefixOffload
+    from jinfer.engine.offload.prefix_offload import PrefixOffload, cache_identity
 
     if ram > (most := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         reason = (
@@ -44,17 +43,17 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     if asked.cache_disk is not None:
         folder = Path(asked.cache_disk).expanduser()
         try:
-            identity = cache_identity(engine.programs, engine.weights_key)
+            identity = cache_identity(engine.runner.programs, engine.weights_key)
             disk = DiskStore(folder, identity, int(asked.cache_disk_size * _GIB))
         except FolderRefusedError as error:
             raise SpecError(path, "engine.cache_disk", f"{folder}: its {FOLDER} {error}") from None
-    engine.offload = PrefixOffload(engine, ram, disk)
+    engine.offload = PrefixOffload(engine.runner, engine.scheduler, ram, disk)
 
 
 def offload_refusal(engine: Engine) -> str:
     """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
     if current_group() is not None:
         return "with several processes, each of which has a part of the cache; leave it out"
-    if getattr(engine.programs, "hosted", None):
+    if getattr(engine.runner.programs, "hosted", None):
         return "with partition.host_kv_cache; leave one of them out"
     return ""

@@ -33,12 +33,14 @@ def prompt_logprobs(session: Session, ids: Sequence[int], top: int) -> list[Toke
         raise RequestError(no_decoder_error(spec))
     if not spec.generates:
         raise RequestError(no_head_error(spec))
-    if session.engine.model.has_cross_attention:
+    if session.engine.runner.model.has_cross_attention:
         raise RequestError("an encoder reads the prompt, and its tokens have no probabilities")
     if len(ids) < 2:
         return []
     session.check_text(ids)
-    chosen, likeliest, logprobs = session.thread.run(lambda engine: forward(engine, ids, "ranked"))
+    chosen, likeliest, logprobs = session.thread.run(
+        lambda engine: forward(engine.runner, engine.scheduler, ids, "ranked")
+    )
     if np.isnan(chosen).any():
         raise NotFiniteError
     tokenizer = session.opened.tokenizer

@@ -206,21 +206,21 @@ def pure_function(
 ) -> tuple[PureFunction, dict[str, Any]]:
     """As `LLM.function`."""
     engine = session.engine
-    if getattr(engine.programs, "stages", None) is not None:
+    if getattr(engine.runner.programs, "stages", None) is not None:
         raise RequestError(
             "the model is divided among devices or processes; open it without [partition]"
         )
-    whole: tuple[Any, ...] = session.thread.run(lambda engine: engine.parameters)
+    whole: tuple[Any, ...] = session.thread.run(lambda engine: engine.runner.parameters)
     spec = session.opened.spec
     params = {
         name: value
-        for name, value in zip(engine.model.names, whole, strict=True)
+        for name, value in zip(engine.runner.model.names, whole, strict=True)
         if not is_adapter(name)
     }
     if dequantize:
         params = dict(_dequantized(params))
     # Without room for the engine's adapters, and no more in it than the text needs.
-    model = build_abstract_model(spec, engine.model.modules.dtype)
+    model = build_abstract_model(spec, engine.runner.model.modules.dtype)
     model.modules.make()
     stack = spec.decoder or spec.stacks[0]
     heads = ("logits", "pooled", "classes")

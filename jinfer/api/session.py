@@ -47,9 +47,8 @@ from jinfer.api.requests_of_answers import requests_of_answers
 from jinfer.api.steering_vectors import SteeringVectors
 from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine import fork_guard
-from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.requests import AdapterUse, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
@@ -148,7 +147,7 @@ class Session:
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self.family, self.stored_as = family(opened), stored_as(opened)
         self._ids, self.steering = count(), SteeringVectors()
-        sizes = self.engine.programs.sizes
+        sizes = self.engine.runner.programs.sizes
         self.processors = LogitsProcessors(sizes.vocab, sizes.context)
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -196,15 +195,15 @@ class Session:
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles all programs that requests may need, with one progress bar."""
-        futures = self.engine.programs.announce(all_shapes(self.engine))
+        futures = self.engine.runner.programs.announce(all_shapes(self.engine))
         if self.engine.speculator is not None:
-            futures += self.engine.speculator.announce(self.engine)
+            futures += self.engine.speculator.announce()
         for future in track(futures, "compiling", unit="program", shown=progress):
             future.result()
 
     def described(self) -> str:
         """A few words: name, family, size, format of weights, context."""
-        spec, model = self.opened.spec, self.engine.model
+        spec, model = self.opened.spec, self.engine.runner.model
         words = [title(self.opened), *([self.family] if self.family else [])]
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
         words += [self.stored_as, f"context {self.opened.context}"]
@@ -212,8 +211,8 @@ class Session:
 
     def cache_report(self) -> str:
         """One line: tokens and bytes of the KV cache."""
-        sizes = self.engine.programs.sizes
-        bytes_ = block_bytes(self.engine.model.caches, sizes.kv_cache)
+        sizes = self.engine.runner.programs.sizes
+        bytes_ = block_bytes(self.engine.runner.model.caches, sizes.kv_cache)
         total = sum(bytes_[group] * count for group, count in sizes.blocks.items())
         tokens = max(sizes.blocks.values(), default=0) * BLOCK
         return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
@@ -323,7 +322,7 @@ class Session:
         if not self.opened.spec.generates:
             raise RequestError(no_head_error(self.opened.spec))
         encoder: tuple[int, ...] = ()
-        if self.engine.model.has_cross_attention:
+        if self.engine.runner.model.has_cross_attention:
             encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)
             self.check_text(encoder)
         if not ids:
@@ -362,7 +361,7 @@ class Session:
 
     def _prepared(self, request: Request, rank: int) -> PreparedRequest:
         choice = sampling_row(request, self.opened, self.processors)
-        check_thinking(request, choice, self.engine.model.never)
+        check_thinking(request, choice, self.engine.runner.model.never)
         bound = request.sampling.constrained
         matcher = start_grammar(request, self.tokenizer) if bound else None
         return PreparedRequest(request, choice, make_driver(request, rank), matcher)

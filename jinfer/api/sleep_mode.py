@@ -81,9 +81,9 @@ def _release(level: int, engine: Engine) -> tuple[np.ndarray, ...] | None:
     engine.recover()  # KV cache, device state and prefix cache are gone
     at_host = None
     if level == 1 and _has_own_memory(engine):
-        at_host = tuple(np.asarray(leaf) for leaf in engine.weights)
+        at_host = tuple(np.asarray(leaf) for leaf in engine.runner.weights)
     if level == 2 or at_host is not None:
-        engine.leaves = ()
+        engine.runner.leaves = ()
     gc.collect(0)  # in any collection JAX drops what its threads have left
     trim()
     return at_host
@@ -91,7 +91,7 @@ def _release(level: int, engine: Engine) -> tuple[np.ndarray, ...] | None:
 
 def _has_own_memory(engine: Engine) -> bool:
     """Whether an engine's weights are in another memory than the host's."""
-    devices = {device for leaf in engine.weights for device in leaf.devices()}
+    devices = {device for leaf in engine.runner.weights for device in leaf.devices()}
     return any(device.platform != "cpu" for device in devices)
 
 
@@ -101,9 +101,12 @@ def wake_up(session: Session) -> None:
         if session.sleep_level == 2:
             _load_again(session)
         elif session.weights_at_host is not None:
-            engine, tree = session.engine, jax.tree.structure(session.engine.model.parameters)
+            engine, tree = (
+                session.engine,
+                jax.tree.structure(session.engine.runner.model.parameters),
+            )
             leaves = map(jax.device_put, session.weights_at_host)
-            engine.parameters = tuple(jax.tree.unflatten(tree, leaves))
+            engine.runner.parameters = tuple(jax.tree.unflatten(tree, leaves))
         session.weights_at_host, session.sleep_level = None, 0
         session.thread.refusal = ""
 
@@ -114,7 +117,7 @@ def _load_again(session: Session) -> None:
     files = open_files(session.source, override_tables(session.overrides))
     plan = session.plan(replace(session.opened, checkpoint=files.checkpoint))
     stored = dict(zip(plan.model.names, plan.model.parameters, strict=True))
-    before = dict(zip(engine.model.names, engine.model.parameters, strict=True))
+    before = dict(zip(engine.runner.model.names, engine.runner.model.parameters, strict=True))
     changed = next((name for name in stored if stored[name] != before.get(name)), None)
     if changed is not None:
         raise RequestError(

@@ -294,10 +294,10 @@ class _EngineLoop:
         sink(error)
 
     def _step(self) -> None:
-        before = self.engine.programs.waited
+        before = self.engine.runner.programs.waited
         try:
             events = self.engine.step()
-            if (waited := self.engine.programs.waited - before) > 0:
+            if (waited := self.engine.runner.programs.waited - before) > 0:
                 for generation, _ in self.generations.values():
                     generation.waited += 0.0 if generation.count else waited
             for event in events:
@@ -365,7 +365,7 @@ class _EngineLoop:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             new_tokens=self.new_tokens,
-            compilations=self.engine.programs.compilations,
+            compilations=self.engine.runner.programs.compilations,
             drafts=counts.drafts,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,

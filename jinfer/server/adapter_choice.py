@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jinfer.api.session import Session
-from jinfer.engine.adapter_use import AdapterUse
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.server.http_errors import as_api_error, invalid_request
 from jinfer.server.schemas.sampling_fields import SamplingFields
 

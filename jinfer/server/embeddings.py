@@ -188,7 +188,7 @@ class Embedder:
     ) -> list[list[int]]:
         """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
         session = self.hosted.session
-        if session.engine.model.has_cross_attention:
+        if session.engine.runner.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
         most = self.service.settings.max_prompts
         listed = prompt_ids(texts, session, most, special=special, param=param)

@@ -95,7 +95,7 @@ def _prepare(call: RequestContext[InferflowRequest], hosted: ServedModel) -> lis
 def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -> Conversation:
     """The model's prompt format, or the one in the request."""
     body, conversation = call.body, hosted.session.opened.conversation
-    cross = hosted.session.engine.model.has_cross_attention
+    cross = hosted.session.engine.runner.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own

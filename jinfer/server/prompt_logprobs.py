@@ -19,6 +19,6 @@ def score_prompt(session: Session, ids: Sequence[int], top: int) -> list[TokenLo
     """
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid_request(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
-    if session.engine.model.has_cross_attention:
+    if session.engine.runner.model.has_cross_attention:
         raise unsupported_field("an encoder's tokens have no probabilities", "echo")
     return prompt_logprobs(session, ids, top)

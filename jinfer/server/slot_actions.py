@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jinfer.api.saved_cache import load_cache, save_cache
+from jinfer.api.saved_cache import erase_slot, load_cache, save_cache
 from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.engine.offload.prefix_transfer import erase_slot
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.query_params import query_value

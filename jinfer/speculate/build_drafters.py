@@ -57,7 +57,7 @@ class OpenedDrafters:
             LoadError, CheckpointError: one whose weights are not there.
         """
         spec = self.opened.spec
-        if not engine.model.caches:
+        if not engine.runner.model.caches:
             return None
         load: list[Callable[[bool], None]] = []
         drafters = [
@@ -72,7 +72,7 @@ class OpenedDrafters:
         if spec.engine.warm_up and draft_length.nodes is None:
             # Last: all weights are loaded by then, and no request has come.
             load.append(lambda _: calibrate_costs(engine, draft_length))
-        return Drafters(SpeculativeDecoder(drafters, draft_length), load)
+        return Drafters(SpeculativeDecoder(engine, drafters, draft_length), load)
 
 
 def open_drafters(

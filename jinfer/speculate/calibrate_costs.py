@@ -35,20 +35,20 @@ def calibrate_costs(engine: Engine, control: DraftLength) -> None:
 
     Does nothing for models with an encoder, and for contexts too short for drafts.
     """
-    sizes, slots = batch_sizes(engine), engine.programs.sizes.slots
-    most = engine.programs.sizes.context - _PROMPT - 1
-    if engine.model.has_cross_attention or most < 2 * sizes[-1]:
+    sizes, slots = batch_sizes(engine.runner), engine.runner.programs.sizes.slots
+    most = engine.runner.programs.sizes.context - _PROMPT - 1
+    if engine.runner.model.has_cross_attention or most < 2 * sizes[-1]:
         return
     speculator = engine.speculator
     try:
-        for streams in sorted({engine.padded_rows(count) for count in range(1, slots + 1)}):
-            plain = SpeculativeDecoder([_Any()])
+        for streams in sorted({engine.runner.padded_rows(count) for count in range(1, slots + 1)}):
+            plain = SpeculativeDecoder(engine, [_Any()])
             if (
                 known := _seconds(engine, plain, streams, plain.draft_length.plain, streams)
             ) is not None:
                 control.plain[streams] = known
         for size in sizes:
-            drafts = SpeculativeDecoder([_Any()], DraftLength(size), branched=False)
+            drafts = SpeculativeDecoder(engine, [_Any()], DraftLength(size), branched=False)
             known = _seconds(engine, drafts, 1, drafts.draft_length.costs, size)
             if known is not None:
                 control.costs[size] = known
@@ -71,7 +71,7 @@ def _seconds(
         entry: key of the entry.
     """
     engine.speculator = speculator
-    vocab, context = engine.programs.sizes.vocab, engine.programs.sizes.context
+    vocab, context = engine.runner.programs.sizes.vocab, engine.runner.programs.sizes.context
     drafts = table is speculator.draft_length.costs
     sampling = SamplingParams(temperature=0, ignore_eos=True, speculation=drafts)
     numbers = [_FIRST - stream for stream in range(streams)]

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
-from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner, padded
+from jinfer.engine.runner.flat_batch import padded
+from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.block_manager import BlockCopy
@@ -52,11 +52,12 @@ def draft_programs(
 
 
 @dataclass(eq=False, kw_only=True)
-class DraftModel(ModelRunner, Drafter):
+class DraftModel(Drafter):
     """Drafts the model's likeliest tokens, under the noise that the target samples with.
 
     Attributes:
-        target: the engine that it drafts for.
+        runner: runs the draft model.
+        target: runs the model that it drafts for.
         name: draft source of its nodes.
         seconds_per_level: time of a level of a draft.
         siblings: tokens of each level, the first of which is continued.
@@ -64,7 +65,8 @@ class DraftModel(ModelRunner, Drafter):
             than the first of a level are continued one by one.
     """
 
-    target: EngineCore
+    runner: ModelRunner
+    target: ModelRunner
     name: str
     seconds_per_level: float = 1e-3
     siblings: int = 2
@@ -101,24 +103,26 @@ class DraftModel(ModelRunner, Drafter):
 
     @property
     def _has_states(self) -> bool:
-        return STATE in self.programs.sizes.blocks
+        return STATE in self.runner.programs.sizes.blocks
 
     def _branch(self, sequences: Sequence[RunningSequence]) -> None:
         """Copies recurrent states, as drafted tokens are computed from copies."""
         if self._has_states:
-            slots = self.programs.sizes.slots
-            self.copy_blocks([BlockCopy(STATE, s.slot, slots + s.slot) for s in sequences])
+            slots = self.runner.programs.sizes.slots
+            self.runner.copy_blocks([BlockCopy(STATE, s.slot, slots + s.slot) for s in sequences])
 
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
-        count = self.padded_rows(len(sequences))
+        count = self.runner.padded_rows(len(sequences))
         rows = padded([s.slot for s in sequences], count, -1)
         stages = self.target.samplers.stages(sequences)
-        program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
+        program = self.runner.programs.get(StepKey(self.kinds[1], count, stages=stages))
         tables = self.slot_tables(drafted=True)
         arguments = (rows, tables, np.int32(levels), *self._hidden(sequences, rows))
-        cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
-        self.set_cache(cache, state)
+        cache, state, proposed = program(
+            self.runner.leaves, self.runner.cache, self.runner.state, *arguments
+        )
+        self.runner.set_cache(cache, state)
         return np.asarray(proposed)
 
     def _grow(
@@ -129,7 +133,7 @@ class DraftModel(ModelRunner, Drafter):
         for level, row in enumerate(levels.tolist()):
             depth = len(above) + level
             width = self.expansion[depth] if self.expansion else self.siblings
-            listed = [id for id in row[:width] if 0 <= id < self.programs.sizes.vocab]
+            listed = [id for id in row[:width] if 0 <= id < self.runner.programs.sizes.vocab]
             if not listed:
                 return
             for id in listed:
@@ -182,7 +186,7 @@ class DraftModel(ModelRunner, Drafter):
             size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
             rows, positions = np.full((2, size), -1, np.int32)
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            self.set_cache(self._prefill(rows, positions, tables))
+            self.runner.set_cache(self._prefill(rows, positions, tables))
             begin += count
 
     def _prefill(
@@ -190,8 +194,8 @@ class DraftModel(ModelRunner, Drafter):
     ) -> Cache:
         """The KV cache with some tokens computed."""
         arguments = (rows, positions, tables, np.full(1, -1, np.int32))
-        program = self.programs.get(StepKey("logits", len(rows), 1))
-        return program(self.leaves, self.cache, self.state, *arguments)[0]
+        program = self.runner.programs.get(StepKey("logits", len(rows), 1))
+        return program(self.runner.leaves, self.runner.cache, self.runner.state, *arguments)[0]
 
     def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
         """The target's hidden states before the sequences' last tokens, if the model reads them."""
@@ -199,15 +203,13 @@ class DraftModel(ModelRunner, Drafter):
 
     def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
         """Sets a sequence's slot of the device state, with `more` tokens that may follow."""
-        context = self.programs.sizes.context
+        context = self.runner.programs.sizes.context
         row = self.target.samplers.row(sequence, context, more, self.first)
-        self._state = self.programs.get(StepKey("set_slot"))(
-            self.state, row, np.int32(sequence.slot)
-        )
+        self.runner.upload_row(row, sequence.slot)
 
     def slot_tables(self, drafted: bool = False) -> dict[str, np.ndarray]:
         """Block tables: each slot has fixed blocks; a state of its own for drafted tokens."""
-        sizes = self.programs.sizes
+        sizes = self.runner.programs.sizes
         if not self._blocks:
             every = np.arange(sizes.slots * sizes.table, dtype=np.int32)
             self._blocks = {group: every.reshape(sizes.slots, -1) for group in sizes.blocks}
@@ -218,21 +220,24 @@ class DraftModel(ModelRunner, Drafter):
         return self._blocks | {STATE: states}
 
     def reset(self) -> None:
-        self._cache = self._state = None
+        self.runner.reset()
         self._computed.clear()
 
+    def release(self) -> None:
+        self.runner.release()
+
     def announce(self) -> list[Future[Program]]:
-        return self.programs.announce(self._step_keys())
+        return self.runner.programs.announce(self._step_keys())
 
     def _step_keys(self) -> Iterator[StepKey]:
-        (prefill, propose), slots = self.kinds, self.programs.sizes.slots
+        (prefill, propose), slots = self.kinds, self.runner.programs.sizes.slots
         yield StepKey("set_slot")
         if self._has_states:
             yield StepKey("copy_blocks")
         for size in (*SMALL_SIZES, *SIZES):
             yield StepKey(prefill, size, int(prefill == "logits"))
         for stages in stage_sets():
-            for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
+            for rows in sorted({self.runner.padded_rows(n) for n in range(1, slots + 1)}):
                 yield StepKey(propose, rows, stages=stages)
 
 

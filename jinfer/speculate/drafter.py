@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.speculation_table import DraftSpec
@@ -61,7 +61,7 @@ class DraftContext:
         load: functions that load draft weights, called after the target's; takes `progress`.
     """
 
-    engine: EngineCore
+    engine: Engine
     opened: Opened
     entry: DraftSpec
     model: Opened | None

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.compiled_programs import Program
-from jinfer.engine.runner.model_runner import padded
+from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.step_key import StepKey, StepKind
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.speculate.draft_model import DraftModel
@@ -25,8 +26,12 @@ class HeadDrafter(DraftModel):
 
     It reads the tokens from the second one on, each with the target's hidden states of the token
     before. Those are in the target's KV cache, so that prefix-cached tokens have them too.
+
+    Attributes:
+        scheduler: the target's, whose running sequences have block tables.
     """
 
+    scheduler: Scheduler
     first: ClassVar[int] = 1
     kinds: ClassVar[tuple[StepKind, StepKind]] = "prefill_head", "propose_with_head"
 
@@ -38,8 +43,8 @@ class HeadDrafter(DraftModel):
         self, rows: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray]
     ) -> Cache:
         arguments = (rows, positions, tables, self._vectors(rows, positions))
-        program = self.programs.get(StepKey("prefill_head", len(rows)))
-        return program(self.leaves, self.cache, self.state, *arguments)
+        program = self.runner.programs.get(StepKey("prefill_head", len(rows)))
+        return program(self.runner.leaves, self.runner.cache, self.runner.state, *arguments)
 
     def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
         positions = padded([len(s.tokens) - 2 for s in sequences], len(rows), -1)
@@ -49,14 +54,14 @@ class HeadDrafter(DraftModel):
         """The target's hidden states of some tokens."""
         target = self.target
         program = target.programs.get(StepKey("gather_taps", len(rows)))
-        arguments = (rows, positions, target.slot_tables())
+        arguments = (rows, positions, target.slot_tables(self.scheduler.running))
         vectors = program(target.programs.hidden_taps(target.cache), *arguments)
-        if isinstance(self.programs, OtherDevicePrograms):
-            return jax.device_put(vectors, self.programs.device)
+        if isinstance(self.runner.programs, OtherDevicePrograms):
+            return jax.device_put(vectors, self.runner.programs.device)
         return vectors
 
     def announce(self) -> list[Future[Program]]:
         keys = [*self._step_keys()]
         counts = sorted({key.tokens for key in keys if key.tokens})
         taps = self.target.programs.announce(StepKey("gather_taps", count) for count in counts)
-        return [*self.programs.announce(keys), *taps]
+        return [*self.runner.programs.announce(keys), *taps]

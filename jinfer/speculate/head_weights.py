@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.modelspec.eagle_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
@@ -65,21 +65,21 @@ class HeadWeights:
     own: WeightPlan
     shared: WeightPlan
 
-    def load(self, engine: EngineCore, programs: Any, progress: bool) -> tuple[Any, ...]:
+    def load(self, target: ModelRunner, programs: Any, progress: bool) -> tuple[Any, ...]:
         """Loads all parameters; on the target's device the shared ones are the target's arrays."""
         if isinstance(programs, OtherDevicePrograms):
             loaded = load(self.own, programs.place, progress=progress)
             known: tuple[Any, ...] = load(self.shared, programs.place, progress=progress)
         else:
             loaded = load(self.own, progress=progress)
-            every = dict(zip(engine.model.names, engine.parameters, strict=True))
+            every = dict(zip(target.model.names, target.parameters, strict=True))
             known = tuple(every[name] for name in self.shared.model.names)
         named = dict(zip(self.own.model.names, loaded, strict=True))
         named |= dict(zip(self.shared.model.names, known, strict=True))
         return tuple(named[name] for name in self.model.names)
 
 
-def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
+def head_weights(target: ModelRunner, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
     """Finds the weights of a head.
 
     Args:
@@ -89,7 +89,7 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
         LoadError, CheckpointError: weights that are missing.
     """
     model = build_abstract_model(head.spec, jnp.dtype(head.dtype))
-    shapes = {n: p.shape for n, p in zip(engine.model.names, engine.model.parameters, strict=True)}
+    shapes = {n: p.shape for n, p in zip(target.model.names, target.model.parameters, strict=True)}
     stacks = tuple(f"{stack.name}." for stack in head.spec.stacks)
     files = by_name(head.checkpoint, head.spec.tensors)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.modelspec.layer_spec import some_layers
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
@@ -20,7 +21,7 @@ def layer_skipping(context: DraftContext) -> DraftModel:
     Raises:
         SpecError: a layer that is not there, or a model whose layers cannot be skipped.
     """
-    engine, opened = context.engine, context.opened
+    target, opened = context.engine.runner, context.opened
     spec = opened.spec
     assert spec.decoder is not None, "it has a cache"
     if spec.type != "decoder-only":
@@ -45,14 +46,15 @@ def layer_skipping(context: DraftContext) -> DraftModel:
         raise SpecError(spec.path, KEY, reason)
     stacks = tuple(shorter if s.name == "decoder" else s for s in spec.stacks)
     built = build_abstract_model(replace(spec, stacks=stacks), jnp.dtype(opened.dtype))
-    indices = [engine.model.names.index(_name_in_target(n, remaining)) for n in built.names]
-    model = replace(built, parameters=tuple(engine.model.parameters[i] for i in indices))
-    programs = draft_programs(model, engine.programs.sizes, opened.kv_cache)
-    drafter = DraftModel(programs=programs, target=engine, name="skip")
+    indices = [target.model.names.index(_name_in_target(n, remaining)) for n in built.names]
+    model = replace(built, parameters=tuple(target.model.parameters[i] for i in indices))
+    programs = draft_programs(model, target.programs.sizes, opened.kv_cache)
+    runner = ModelRunner(programs=programs)
+    drafter = DraftModel(runner=runner, target=target, name="skip")
 
     def share(progress: bool) -> None:
-        parameters = engine.parameters
-        drafter.parameters = tuple(parameters[i] for i in indices)
+        parameters = target.parameters
+        runner.parameters = tuple(parameters[i] for i in indices)
 
     context.load.append(share)
     return drafter

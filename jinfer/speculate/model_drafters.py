@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
@@ -33,21 +34,26 @@ def model_drafter(context: DraftContext) -> DraftModel:
     """
     entry, draft, engine = context.entry, context.draft_model, context.engine
     name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
-    kind: type[DraftModel]
+    target = engine.runner
     if draft.spec.follows is not None:
-        weights = head_weights(engine, context.opened, draft, same=entry.source == "head")
-        kind, model, read = HeadDrafter, weights.model, partial(weights.load, engine)
+        weights = head_weights(target, context.opened, draft, same=entry.source == "head")
+        model, read = weights.model, partial(weights.load, target)
     else:
         whole, files = build_abstract_model(draft.spec, jnp.dtype(draft.dtype)), draft.checkpoint
         plan = with_formats(
             plan_weights(whole, draft.spec, files, draft.activations, kv_cache=draft.kv_cache)
         )
-        kind, model, read = DraftModel, plan.model, partial(_load, plan)
-    programs = draft_programs(model, engine.programs.sizes, draft.kv_cache, _device(context))
-    drafter = kind(programs=programs, target=engine, name=name)
+        model, read = plan.model, partial(_load, plan)
+    programs = draft_programs(model, target.programs.sizes, draft.kv_cache, _device(context))
+    runner = ModelRunner(programs=programs)
+    if draft.spec.follows is None:
+        drafter = DraftModel(runner=runner, target=target, name=name)
+    else:
+        scheduler = engine.scheduler
+        drafter = HeadDrafter(runner=runner, target=target, name=name, scheduler=scheduler)
 
     def load(progress: bool) -> None:
-        drafter.parameters = read(programs, progress)
+        runner.parameters = read(programs, progress)
 
     context.load.append(load)
     return drafter
@@ -63,7 +69,7 @@ def _device(context: DraftContext) -> jax.Device | None:
     """The draft model's device; None: the default one, where a target that is not split is."""
     number, there = context.entry.device, jax.devices()
     if number is None:
-        return context.engine.programs.home_device
+        return context.engine.runner.programs.home_device
     if number >= len(there):
         are = f"there are {len(there)}, from 0 on" if len(there) > 1 else "there is one, number 0"
         reason = f"device {number} is not there: {are}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.runner.model_runner import padded
+from jinfer.engine.runner.flat_batch import padded
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.runner.verify import Nodes
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.nn.forward_context import TreeCopies
@@ -115,9 +115,9 @@ class TreeLayout:
         )
 
 
-def batch_sizes(engine: EngineCore) -> list[int]:
+def batch_sizes(runner: ModelRunner) -> list[int]:
     """Sizes of verifying batches: up to four tokens for each slot, or 32 in all."""
-    return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
+    return [n for n in SIZES if n <= max(32, 4 * runner.programs.sizes.slots)]
 
 
 def fitting_size(

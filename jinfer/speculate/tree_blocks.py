@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.block_manager import BlockCopy, BlockManager, BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.speculate.token_tree import ROOT, TokenTree
 from jinfer.speculate.tree_batch import TreeLayout
@@ -38,7 +37,7 @@ def layout_masks(
 
 
 def allocate_branches(
-    engine: EngineCore, sequence: RunningSequence, tree: TokenTree, copies: list[BlockCopy]
+    blocks: BlockManager, sequence: RunningSequence, tree: TokenTree, copies: list[BlockCopy]
 ) -> tuple[TokenTree, list[tuple[list[int], BlockTables]]]:
     """Allocates blocks for a tree's branches; without enough blocks, only the first path is left.
 
@@ -51,7 +50,7 @@ def allocate_branches(
     assert sequence.block_tables is not None, "it is planned"
     paths, known = tree.paths()[1:], len(sequence.tokens)
     parents, ends = [sequence.block_tables] * len(paths), [known + len(path) for path in paths]
-    forked = engine.scheduler.blocks.fork_all(parents, known - 1, ends)
+    forked = blocks.fork_all(parents, known - 1, ends)
     if forked is None:
         return first_path(tree), []
     branches, made = forked

@@ -55,7 +55,7 @@ def likeliest_tokens(
 
         def job(engine: Engine) -> Generator[Any, None, Any]:
             # As a generator, so that other requests' steps run in between.
-            head = _compiled(engine.model.modules, engine.model.rounded, top)
+            head = _compiled(engine.runner.model.modules, engine.runner.model.rounded, top)
             parts = list[list[np.ndarray]]()
             for begin in range(0, len(x), _ROWS):
                 if parts:
@@ -65,7 +65,7 @@ def likeliest_tokens(
                 count = min(_ROWS, len(x) - begin)
                 rows[:count] = x[begin : begin + count]
                 wanted[:count] = following[begin : begin + count]
-                out = head(engine.parameters, rows, wanted)
+                out = head(engine.runner.parameters, rows, wanted)
                 parts.append([np.asarray(part)[:count] for part in out])
                 shown.update(count)
             return tuple(map(np.concatenate, zip(*parts, strict=True)))

@@ -212,7 +212,7 @@ def schedules(
     with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
         vocab = alone.spec.dims["vocab"]
         # A model of windows and states has enough blocks for all slots, whatever `kv_tokens` says.
-        limited = "all" in alone.session.engine.programs.sizes.blocks
+        limited = "all" in alone.session.engine.runner.programs.sizes.blocks
         common = [rng.randrange(3, vocab) for _ in range(100)]
         strategies = STRATEGIES + (GRAMMARS if alone.tokenizer else [])
         every = [request(rng, vocab, most, common, strategies) for _ in range(24)]

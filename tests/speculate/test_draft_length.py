@@ -139,7 +139,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
             for key in speculation._step_keys(engine)
             if not key.masked and key.stages == stage_sets()[0]
         ]
-        for future in engine.programs.announce(keys):
+        for future in engine.runner.programs.announce(keys):
             future.result()
         same(alone(stories, prompts, params), plain)
     assert drafted.accepted == (drafted.drafted if accuracy else 0)

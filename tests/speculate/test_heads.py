@@ -48,18 +48,18 @@ def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     @jax.jit  # one program, where each operation would be one
     def computed(parameters: Any, tokens: jax.Array, vectors: jax.Array) -> jax.Array:
         every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
-        groups = head.programs.sizes.blocks
+        groups = head.runner.programs.sizes.blocks
         tables = {group: jnp.arange(2, dtype=jnp.int32)[None] for group in groups}
         at = ForwardBatch.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
-        module = head.model.module(parameters)
+        module = head.runner.model.module(parameters)
         # In float32, which a head's own cache is not: it only drafts.
-        cache = zero_cache(head.model.caches, 2, jnp.float32)
+        cache = zero_cache(head.runner.model.caches, 2, jnp.float32)
         out, _ = module.decode_all(tokens, at, cache, None, module.taken(vectors))
         return out["logits"]
 
     tokens = on_device(AHEAD[:count], jnp.int32)
     given = on_device(vectors, jnp.float32)
-    return np.asarray(computed(head.parameters, tokens, given), np.float64)
+    return np.asarray(computed(head.runner.parameters, tokens, given), np.float64)
 
 
 def kept_by(llm: LLM, head: HeadDrafter) -> Floats:

@@ -129,7 +129,7 @@ def test_a_converted_head_of_its_own(tmp_path: Path) -> None:
         got = LLM(tmp_path / weights, dtype="float32").logits([IDS])[0]
         assert np.abs(got - wanted).max() < (1e-4 if weights == "plain" else 0.5)
     convert(str(GOLDENS / "gemma"), tmp_path / "tied", {})
-    assert "logits.weight" not in LLM(tmp_path / "tied")._engine.model.names
+    assert "logits.weight" not in LLM(tmp_path / "tied")._engine.runner.model.names
 
 
 def never() -> np.ndarray:

@@ -23,7 +23,8 @@ from jinfer.ops.attention.block_rows import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 if TYPE_CHECKING:
-    from jinfer.engine.engine_core import EngineCore
+    from jinfer.engine.scheduling.scheduler import Scheduler
+    from jinfer.runner.model_runner import ModelRunner
 
 _AHEAD = 2 * BATCH  # blocks that are read before they are written to the device
 _READERS = 2
@@ -54,17 +55,17 @@ class _Fetch:
 class BlockRestorer:
     """Restores blocks for an engine. All methods are called on the engine's thread."""
 
-    def __init__(self, engine: EngineCore, stores: Stores) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, stores: Stores) -> None:
         """Begins to look for what a disk has."""
-        self._engine, self._stores = engine, stores
-        self._blocks = engine.scheduler.blocks
+        self._runner, self._stores = runner, stores
+        self._blocks = scheduler.blocks
         self._fetches: deque[_Fetch] = deque()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="offload-read")
         self._scan: Future[None] | None = None
         if stores.disk is not None:
             self._scan = self._readers.submit(stores.disk.scan)
-        abstract = engine.programs.abstract_rows(1)
-        groups = row_groups(engine.model.caches)
+        abstract = runner.programs.abstract_rows(1)
+        groups = row_groups(runner.model.caches)
         self._nbytes = {group: block_nbytes(abstract, group, 1) for group in groups}
 
     def fetching(self, sequence: RunningSequence) -> bool:
@@ -175,7 +176,7 @@ class BlockRestorer:
         if not taken:
             return whole
         try:
-            scatter(self._engine, contents)
+            scatter(self._runner, contents)
         except BaseException:
             for one, block in taken:
                 pool_of(self._blocks, one.group).release(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.engine.scheduling.sequence import DraftedStep
 from jinfer.markup.token_text import visible
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.adapter_use import AdapterUse
+from jinfer.engine.requests import AdapterUse
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
 from jinfer.engine.scheduling.state_pool import RetentionPriority, StatePool
 from jinfer.ops.attention.kv_cache import BLOCK, STATE

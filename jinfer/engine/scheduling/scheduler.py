@@ -338,6 +338,10 @@ class Scheduler:
             divided += self._size(rest + decoding) + STEP
         return smaller[-1] if divided < size + STEP else min(size, count)
 
+    def batch_size(self, tokens: int) -> int:
+        """Size of the smallest compiled batch that has room for so many tokens."""
+        return next(size for size in self.sizes if size >= tokens)
+
     def _size(self, count: int) -> int:
         return next((size for size in self.sizes if size >= count), self.sizes[-1])
 

@@ -7,26 +7,17 @@ to take them too, so that its turn appends them (`jinfer.engine.search.grammar_t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Token
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.scheduling.sequence import RunningSequence
 
 
-def end_thoughts(engine: EngineCore, sequences: Iterable[RunningSequence]) -> list[Token]:
-    """Forces ends of thoughts, and lets sequences go on as far as their budgets allow.
-
-    Args:
-        sequences: those with a thinking budget.
+def end_thought(runner: ModelRunner, sequence: RunningSequence) -> list[Token]:
+    """Force the end of a thought that is at its budget, and limit how far the device may go.
 
     Returns:
         The forced tokens.
     """
-    return [token for sequence in sequences for token in _look_at(engine, sequence)]
-
-
-def _look_at(engine: EngineCore, sequence: RunningSequence) -> list[Token]:
     thought = sequence.thought
     if thought is None or sequence.in_flight or sequence.waits_for_grammar or sequence.ended:
         return []
@@ -41,5 +32,5 @@ def _look_at(engine: EngineCore, sequence: RunningSequence) -> list[Token]:
     changed = bool(forced) or (must, limit) != (sequence.must, sequence.limit)
     sequence.must, sequence.limit = must, limit
     if changed and sequence.block_tables is not None:
-        engine.set_slot(sequence)
+        runner.set_slot(sequence)
     return [Token(sequence.request.id, id) for id in forced]

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jax import Array
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import EngineError, Failed, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search.grammar_turns import (
     BUDGET,
@@ -135,7 +135,9 @@ class Guides:
             guide.slow, take_turn, guide.matcher, guide.rules, at, tokens, words
         )
 
-    def collect_turns(self, engine: EngineCore) -> list[Token | Failed]:
+    def collect(
+        self, runner: ModelRunner, running: Sequence[RunningSequence]
+    ) -> list[Token | Failed]:
         """Tokens of finished turns, forced ones included.
 
         Forced tokens are appended to the sequence, and its slot is set again.
@@ -144,12 +146,12 @@ class Guides:
             (guide, guide.turn) for guide in self.by_request.values() if guide.turn is not None
         ]
         settled = [(guide, turn) for guide, turn in waiting if done_by(turn, guide.deadline)]
-        if waiting and not settled and all(s.waits_for_grammar for s in engine.scheduler.running):
+        if waiting and not settled and all(s.waits_for_grammar for s in running):
             done_by(waiting[0][1], time.monotonic() + _ALONE)
-        return [event for guide, turn in settled for event in self._collect(engine, guide, turn)]
+        return [event for guide, turn in settled for event in self._collect(runner, guide, turn)]
 
     def _collect(
-        self, engine: EngineCore, guide: Guide, done: Future[Turn]
+        self, runner: ModelRunner, guide: Guide, done: Future[Turn]
     ) -> list[Token | Failed]:
         sequence = guide.sequence
         try:
@@ -164,31 +166,38 @@ class Guides:
         for id in turn.forced:
             sequence.append(id)
         if turn.forced and sequence.block_tables is not None and not turn.ended:
-            engine.set_slot(sequence)
+            runner.set_slot(sequence)
         due = sequence.thought is not None and sequence.thought.due
         if due and turn.forced and sequence.room and not turn.ended:  # they made a thought too long
-            self.advance(sequence, (), engine.programs.words)
+            self.advance(sequence, (), runner.programs.words)
         return turn.events
 
-    def sample_pending(self, engine: EngineCore) -> list[Token | Failed]:
-        """Samples from pending logits whose masks are ready."""
+    def sample_pending(
+        self, runner: ModelRunner
+    ) -> tuple[list[Token | Failed], CallInFlight | None]:
+        """Sample from pending logits whose masks are ready.
+
+        Returns:
+            Sequences' ends, where nothing may follow, and the launched call, if there is one.
+        """
         if self.pending is None:
-            return []
+            return [], None
         (logits, rows), self.pending = self.pending, None
-        rows = tuple((row, s) for row, s in rows if engine.is_running(s))
+        rows = tuple((row, s) for row, s in rows if s.block_tables is not None)
         if later := tuple((row, s) for row, s in rows if s.waits_for_grammar):
             self.pending = logits, later
         logits_of = [(row, s) for row, s in rows if not s.waits_for_grammar and _goes_on(s)]
         count, ended = logits.shape[0], list[Token | Failed]()
-        mask = np.zeros((count, engine.programs.words), np.uint32)
-        slots = np.full(count, engine.programs.sizes.slots, np.int32)
+        mask = np.zeros((count, runner.programs.words), np.uint32)
+        slots = np.full(count, runner.programs.sizes.slots, np.int32)
         for row, sequence in logits_of:
             ended += self._mask(sequence, mask[row])
-            slots[row] = engine.programs.sizes.slots if sequence.ended else sequence.slot
-        if chosen := tuple((row, s) for row, s in logits_of if not s.ended):
-            result = engine.sample(logits, slots, [s for _, s in chosen], mask)
-            engine.record_in_flight(CallInFlight(result, chosen, 1))
-        return ended
+            slots[row] = runner.programs.sizes.slots if sequence.ended else sequence.slot
+        chosen = tuple((row, s) for row, s in logits_of if not s.ended)
+        if not chosen:
+            return ended, None
+        output = runner.sample(logits, slots, [s for _, s in chosen], mask)
+        return ended, CallInFlight(output, chosen, 1)
 
     def discard_logits(self, sequence: RunningSequence) -> None:
         """Drops a sequence's pending logits: it is preempted, or recomputed."""

@@ -18,7 +18,7 @@ _COLLECTIVES = re.compile(
 def collectives(golden: str, **keys: object) -> list[Counter[str]]:
     """Those of each stage's program for a step of eight sequences."""
     with opened(golden, **keys) as llm:
-        programs = llm.session.engine.programs
+        programs = llm.session.engine.runner.programs
         assert isinstance(programs, PipelinePrograms)
         rows = programs.lanes.rows
         made = programs.compiler.decoder(rows, (rows, rows + 1), rows, ("logits",))

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.device_state import SamplingRow, State
+from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.in_flight import CallInFlight
-from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.logits_processors import bits
 from jinfer.sampling.sampler_chain import stage_sets
