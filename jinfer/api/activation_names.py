@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from html import escape
 from typing import Any, overload
 
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape

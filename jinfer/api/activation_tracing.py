@@ -17,7 +17,7 @@ from jinfer.api.trace import Trace
 from jinfer.api.traced_edits import edited_keys, traced_edits
 from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.engine import Engine
-from jinfer.engine.output.generation import Completion
+from jinfer.engine.output.completion import Completion
 from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.engine.runner.trace_passes import (
     TracePlan,

@@ -17,8 +17,14 @@ from jinfer.api.generation_requests import (
 from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest
-from jinfer.engine.output.collect import Completions, best_of
-from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.output.completion import (
+    Chunk,
+    Completion,
+    Completions,
+    Usage,
+    best_of,
+    completion,
+)
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import ChatKeywords, completing

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinfer.api.pure_function import PureFunction
     from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
-    from jinfer.engine.output.generation import Usage
+    from jinfer.engine.output.completion import Usage
 
 
 class BaseLLM:

@@ -14,7 +14,7 @@ from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.opening.classification_config import ClassificationConfig
 from jinfer.opening.pooling_config import cut

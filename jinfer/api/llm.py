@@ -21,9 +21,16 @@ from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.api.sleep_mode import SleepMode
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
-from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import (
+    Chunk,
+    Completion,
+    Completions,
+    TokenLogprob,
+    Usage,
+    best_of,
+    collect,
+    next_piece,
+)
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling

@@ -9,7 +9,7 @@ import numpy as np
 
 from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import Prompt
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.engine.requests import NotFiniteError, RequestError
 
 if TYPE_CHECKING:

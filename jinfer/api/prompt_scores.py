@@ -8,7 +8,7 @@ import numpy as np
 
 from jinfer.api.prompt_inputs import no_decoder_error, no_head_error
 from jinfer.api.session import Session
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.engine.runner.forward_passes import forward
 from jinfer.sampling.param_ranges import MAX_LOGPROBS

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinfer.api.offloading import offload_refusal
 from jinfer.engine.engine import Engine
-from jinfer.engine.offload.block_bytes import PartRows, block_bytes_of, block_nbytes, on_host
-from jinfer.engine.offload.block_io import BATCH, gather, scatter, transfer_steps
+from jinfer.engine.offload.block_io import (
+    BATCH,
+    PartRows,
+    block_bytes_of,
+    block_nbytes,
+    gather,
+    on_host,
+    scatter,
+    transfer_steps,
+)
 from jinfer.engine.offload.cache_file import (
     CacheFileError,
     SavedBlock,

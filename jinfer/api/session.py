@@ -46,14 +46,13 @@ from jinfer.api.prompt_inputs import (
 from jinfer.api.requests_of_answers import requests_of_answers
 from jinfer.api.steering_vectors import SteeringVectors
 from jinfer.distributed.current_group import refuse_on_worker
-from jinfer.engine import fork_guard
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import AdapterUse, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
-from jinfer.engine.thread_pools import explain_shutdown
+from jinfer.engine.thread_pools import explain_shutdown, note_model_opened
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.chat_prompt import CONTINUE, Message
@@ -123,7 +122,7 @@ class Session:
         cores = isinstance(threads, int) and not isinstance(threads, bool)
         if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
-        fork_guard.note_opened()
+        note_model_opened()
         # Environment variables with unknown values are refused before anything is read.
         disabled_kernels()
         requested_backend()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.api.activation_names import nearest
-from jinfer.engine.output.data_frames import import_pandas
+from jinfer.engine.output.completion import import_pandas
 from jinfer.modelspec.spec_errors import show_value
 
 if TYPE_CHECKING:

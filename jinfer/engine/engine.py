@@ -35,7 +35,6 @@ from jinfer.engine.scheduling.border_snapshots import (
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
-from jinfer.engine.search.end_thoughts import end_thought
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.ops.attention.kv_cache import BLOCK
@@ -497,3 +496,27 @@ class Engine:
 def _is_mixed(plan: StepPlan) -> bool:
     """Whether a call has chunks of prompts, or sequences for which grammars have masks."""
     return bool(plan.chunks) or any(sequence.guided for sequence in plan.decoding)
+
+
+def end_thought(runner: ModelRunner, sequence: RunningSequence) -> list[Token]:
+    """Force the end of a thought that is at its budget, and limit how far the device may go.
+
+    Returns:
+        The forced tokens.
+    """
+    thought = sequence.thought
+    if thought is None or sequence.in_flight or sequence.waits_for_grammar or sequence.ended:
+        return []
+    forced: list[int] = []
+    samples = sequence.request.sampling.logprobs is not None
+    while thought.due and not samples and not sequence.guided and sequence.room:
+        forced.append(thought.due[0])
+        sequence.append(forced[-1])
+    must = thought.due[0] if thought.due and not sequence.guided else None
+    allowed = max(1, thought.allowed) if thought.allowed is not None else sequence.room
+    limit = len(sequence.tokens) + min(allowed, sequence.room)
+    changed = bool(forced) or (must, limit) != (sequence.must, sequence.limit)
+    sequence.must, sequence.limit = must, limit
+    if changed and sequence.block_tables is not None:
+        runner.set_slot(sequence)
+    return [Token(sequence.request.id, id) for id in forced]

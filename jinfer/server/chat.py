@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from jinfer.engine.output.generation import Chunk, Completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server import usage

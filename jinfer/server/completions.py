@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from jinfer.engine.output.generation import Chunk, Completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.server import usage
 from jinfer.server.field_checks import check_stream, ignore_verbose, reject_fields
 from jinfer.server.http_errors import unsupported_field

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinfer.api.session import Session
-from jinfer.engine.output.generation import Chunk, Completion, completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, completion
 from jinfer.server import usage
 from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
 from jinfer.server.chat import prepare_chat

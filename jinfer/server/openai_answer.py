@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jinfer.engine.output.generation import Chunk, Completion, Usage
+from jinfer.engine.output.completion import Chunk, Completion, Usage
 from jinfer.server import usage
 from jinfer.server.http_responses import SSE_DONE, batch_bytes, sse_event
 from jinfer.server.native_answer import native_answer

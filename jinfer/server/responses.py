@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.server import usage
 from jinfer.server.chat import prepare_chat
 from jinfer.server.field_checks import TOKEN_FIELDS, reject_fields

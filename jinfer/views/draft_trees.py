@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.draft_trace import MOST_DRAWN, Steps
-from jinfer.engine.output.draft_tree_svg import draw
+from jinfer.engine.output.draft_trace import MOST_DRAWN, Steps, draw
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.traced_values import check_llm
 from jinfer.views.view import Drawn, Table, View

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jinfer.engine.output.completions_html import completion_text
+from jinfer.engine.output.completion import completion_text
 from jinfer.progress import track
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import text_height
@@ -17,7 +17,7 @@ from jinfer.views.view import Drawn, Table, View
 if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Params, Prompt
-    from jinfer.engine.output.generation import Completion
+    from jinfer.engine.output.completion import Completion
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"strategy": "greedy"},

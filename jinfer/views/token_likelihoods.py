@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.markup.token_spans import probability, token_spans
 from jinfer.markup.token_text import byte_text, columns_of, flowing
 from jinfer.views.view import Drawn, Table, View, beneath

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
-from jinfer.engine.offload.host_store import HostStore
+from jinfer.engine.offload.offload_stores import HostStore
 
 SIZE = 10_000
 

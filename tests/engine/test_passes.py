@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.completion import Usage
 from jinfer.engine.runner.step_key import StepKey
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 

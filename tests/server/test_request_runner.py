@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.server.metrics import RequestTimer
 from jinfer.server.output_deltas import PLAIN_TEXT
 from jinfer.server.request_runner import PromptRequests, RequestRunner

@@ -10,7 +10,7 @@ from jinfer import progress
 from jinfer.api.llm import LLM
 from jinfer.cli.terminal import INTERRUPTED, show_answer
 from jinfer.cli.terminal.flag_conflicts import FlagError
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
 _COLOURS = ("32", "36", "35", "33", "34", "31")  # ANSI codes of text colours

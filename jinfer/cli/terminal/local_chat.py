@@ -12,7 +12,7 @@ from jinfer.cli.terminal import chat_loop, show_answer
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names

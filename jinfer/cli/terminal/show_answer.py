@@ -10,8 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jinfer.api.llm import LLM
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.progress import task
 
 

@@ -14,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jinfer.engine.offload.block_bytes import block_nbytes
-from jinfer.engine.offload.block_io import BATCH, scatter
+from jinfer.engine.offload.block_io import BATCH, block_nbytes, scatter
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.prefix_blocks import PrefixBlock, enter, pool_of, prefix_blocks
 from jinfer.engine.scheduling.sequence import RunningSequence

@@ -16,8 +16,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinfer.engine.offload.block_bytes import PartRows, block_bytes_of, on_host, rows_nbytes
-from jinfer.engine.offload.block_io import BATCH, gather
+from jinfer.engine.offload.block_io import (
+    BATCH,
+    PartRows,
+    block_bytes_of,
+    gather,
+    on_host,
+    rows_nbytes,
+)
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.block_pool import ignore
 from jinfer.engine.scheduling.prefix_blocks import pool_of

@@ -10,8 +10,7 @@ from jinfer.engine.offload.block_io import transfer_steps
 from jinfer.engine.offload.block_restorer import BlockRestorer
 from jinfer.engine.offload.block_saver import BlockSaver
 from jinfer.engine.offload.disk_store import DiskStore
-from jinfer.engine.offload.host_store import HostStore
-from jinfer.engine.offload.offload_stores import Stores, block_key
+from jinfer.engine.offload.offload_stores import HostStore, Stores, block_key
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.program_cache import code_version, surroundings
 from jinfer.engine.scheduling.sequence import RunningSequence
