@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
+from jinfer.modelspec.block import ArrayKind, Block, CachedKV
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
 from jinfer.modelspec.feed_forward_blocks import Activation, MoESpec
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
@@ -225,14 +225,14 @@ class AttentionSpec(Block):
         """Dimensions of each value head."""
         return self.value_dim or self.head_dim
 
-    def cached(self) -> CachedVectors | None:
+    def cached(self) -> CachedKV | None:
         if self.kv_layer is not None:
             return None
         width = self.value_width * (2 if self.differential is not None else 1)
         index = self.own_indexer.head_dim if self.own_indexer is not None else 0
         window = self.window or self.chunk
         biased = not isinstance(self.position, RopeSpec | None)
-        return CachedVectors(
+        return CachedKV(
             self.kv_heads,
             self.head_dim,
             width,
@@ -354,8 +354,8 @@ class CrossAttentionSpec(Block):
         """Number of key and value heads."""
         return self.kv_heads or self.heads
 
-    def cached(self) -> CachedVectors:
-        return CachedVectors(self.keys, self.head_dim, self.head_dim, encoded=True)
+    def cached(self) -> CachedKV:
+        return CachedKV(self.keys, self.head_dim, self.head_dim, encoded=True)
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
@@ -412,9 +412,9 @@ class LatentAttentionSpec(Block):
         """Its indexer, unless another layer's chooses the keys."""
         return None if self.indexer is None or self.indexer.shared else self.indexer
 
-    def cached(self) -> CachedVectors:
+    def cached(self) -> CachedKV:
         index = self.own_indexer.head_dim if self.own_indexer is not None else 0
-        return CachedVectors(1, self.latent_rank + self.rope_dim, 0, index_width=index)
+        return CachedKV(1, self.latent_rank + self.rope_dim, 0, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:
         needs = "a latent attention, which only a decoder can: it needs a cache"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from jinfer.modelspec.block import Block, CachedVectors
+from jinfer.modelspec.block import Block, CachedKV
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.layer_spec import FollowSpec, LayerSpec
@@ -36,8 +36,8 @@ class HiddenTapSpec(Block):
     width: int
     passes: ClassVar[int] = 1
 
-    def cached(self) -> CachedVectors:
-        return CachedVectors(1, self.width, 0)
+    def cached(self) -> CachedKV:
+        return CachedKV(1, self.width, 0)
 
 
 def read_follows(written: Any, hidden: Formula, values: SpecValues, key: str) -> FollowSpec:

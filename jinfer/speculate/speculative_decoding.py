@@ -148,7 +148,7 @@ class SpeculativeDecoder:
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
                 guide = guides.by_request[sequence.request.id]
-                assert guide.mask is not None, "its turn is done, and tokens may follow"
+                assert guide.mask is not None, "its mask is computed, and tokens may follow"
                 forcing, state = sequence.request.sampling.logprobs is None, guide.matcher.fork()
                 allowed = guides.run_briefly(
                     sequence, allowed_chain, state, guide.mask, tree, forcing=forcing

@@ -20,7 +20,7 @@ from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, B
 from jinfer.engine.scheduling.block_pool import common_prefix_length
 from jinfer.engine.scheduling.border_snapshots import plan_borders
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.engine.scheduling.step_plan import Chunk, StepPlan, split_budget
+from jinfer.engine.scheduling.step_plan import PrefillChunk, StepPlan, split_budget
 from jinfer.ops.attention.kv_cache import BLOCK
 
 STEP = 16  # a step's fixed cost, in tokens
@@ -301,7 +301,7 @@ class Scheduler:
         self._free.append(sequence.slot)
         sequence.block_tables, sequence.slot, sequence.computed, sequence.in_flight = None, -1, 0, 0
 
-    def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[Chunk]:
+    def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[PrefillChunk]:
         """Chunked prefill: the parts of prompts that a step computes."""
         wanted = [
             (s, s.prefill_end - s.computed) for s in sorted(prompts, key=lambda s: s.priority_key)
@@ -319,7 +319,7 @@ class Scheduler:
             if not self.blocks.reserve(sequence.block_tables, sequence.computed + count):
                 continue  # all blocks of a sliding-window group are in use for the moment
             last = sequence.computed + count == len(sequence.tokens)
-            chunks.append(Chunk(sequence, sequence.computed, count, last))
+            chunks.append(PrefillChunk(sequence, sequence.computed, count, last))
         return chunks
 
     def fit_batch(self, count: int, decoding: int = 0) -> int:

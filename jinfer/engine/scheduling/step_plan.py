@@ -10,7 +10,7 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Chunked prefill: a range of a sequence's known tokens that one step computes.
 
     Attributes:
@@ -40,7 +40,7 @@ class StepPlan:
 
     admitted: tuple[RunningSequence, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
     decoding: tuple[RunningSequence, ...] = ()
     steps: int = 1
     must_read: bool = False

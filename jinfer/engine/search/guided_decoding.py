@@ -26,13 +26,13 @@ from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.engine.search.grammar_turns import (
+from jinfer.engine.search.grammar_worker import (
     BUDGET,
     GrammarThreads,
-    Position,
-    Turn,
+    MaskRequest,
+    MaskResult,
+    compute_mask,
     done_by,
-    take_turn,
 )
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
@@ -52,19 +52,19 @@ class Guide:
 
     Attributes:
         sequence: the sequence that it guides.
-        matcher: the grammar's state; during a turn only the turn's thread may use it.
+        matcher: the grammar's state; only the worker may use it while `work` runs.
         rules: the request's forbidden tokens, which are not forced either.
         mask: bitmask of the tokens that may come next, once it is known.
-        turn: the turn that runs.
+        work: the mask request that runs.
         deadline: until when a step waits for it.
-        slow: the last turn took longer than `BUDGET`.
+        slow: the last mask took longer than `BUDGET`.
     """
 
     sequence: RunningSequence
     matcher: Matcher
     rules: ForbiddenTokens
     mask: UInt[np.ndarray, " words"] | None = None
-    turn: Future[Turn] | None = None
+    work: Future[MaskResult] | None = None
     deadline: float = 0.0
     slow: bool = False
 
@@ -76,7 +76,7 @@ class Guides:
     Attributes:
         by_request: the guide of each request.
         pending: logits that are not sampled from yet, and the (row, sequence) of those to sample.
-        threads: where turns run.
+        threads: compute the masks.
     """
 
     by_request: dict[int, Guide] = field(default_factory=dict)
@@ -119,9 +119,9 @@ class Guides:
         self.threads.close()
 
     def advance(self, sequence: RunningSequence, tokens: Sequence[Token], words: int) -> None:
-        """Starts a turn that advances a grammar by sampled tokens; the sequence waits for it."""
+        """Have a grammar advanced by sampled tokens; the sequence waits for its mask."""
         guide, request = self.by_request[sequence.request.id], sequence.request
-        at = Position(
+        at = MaskRequest(
             request.id,
             tuple(sequence.tokens[-MAX_BAD_LENGTH:]),
             len(sequence.tokens) - len(request.prompt),
@@ -131,46 +131,48 @@ class Guides:
         )
         sequence.waits_for_grammar, guide.mask = True, None
         guide.deadline = time.monotonic() + BUDGET
-        guide.turn = self.threads.submit(
-            guide.slow, take_turn, guide.matcher, guide.rules, at, tokens, words
+        guide.work = self.threads.submit(
+            guide.slow, compute_mask, guide.matcher, guide.rules, at, tokens, words
         )
 
     def collect(
         self, runner: ModelRunner, running: Sequence[RunningSequence]
     ) -> list[Token | Failed]:
-        """Tokens of finished turns, forced ones included.
+        """Collect the finished masks, and return the new tokens, with forced tokens.
 
         Forced tokens are appended to the sequence, and its slot is set again.
         """
         waiting = [
-            (guide, guide.turn) for guide in self.by_request.values() if guide.turn is not None
+            (guide, guide.work) for guide in self.by_request.values() if guide.work is not None
         ]
-        settled = [(guide, turn) for guide, turn in waiting if done_by(turn, guide.deadline)]
+        settled = [(guide, work) for guide, work in waiting if done_by(work, guide.deadline)]
         if waiting and not settled and all(s.waits_for_grammar for s in running):
             done_by(waiting[0][1], time.monotonic() + _ALONE)
-        return [event for guide, turn in settled for event in self._collect(runner, guide, turn)]
+        return [event for guide, work in settled for event in self._collect(runner, guide, work)]
 
     def _collect(
-        self, runner: ModelRunner, guide: Guide, done: Future[Turn]
+        self, runner: ModelRunner, guide: Guide, done: Future[MaskResult]
     ) -> list[Token | Failed]:
         sequence = guide.sequence
         try:
-            turn = done.result()
+            result = done.result()
         except Exception as error:  # other requests go on
             failed = EngineError(f"a grammar failed: {type(error).__name__}: {error}")
-            turn = Turn([Failed(sequence.request.id, failed)], ended=True)
-        guide.turn, guide.mask, guide.slow = None, turn.mask, turn.seconds > BUDGET
-        sequence.waits_for_grammar, sequence.ended = False, turn.ended
-        if turn.gave_up and sequence.thought is not None:
+            result = MaskResult([Failed(sequence.request.id, failed)], ended=True)
+        guide.work, guide.mask, guide.slow = None, result.mask, result.seconds > BUDGET
+        sequence.waits_for_grammar, sequence.ended = False, result.ended
+        if result.gave_up and sequence.thought is not None:
             sequence.thought.give_up()
-        for id in turn.forced:
+        for id in result.forced:
             sequence.append(id)
-        if turn.forced and sequence.block_tables is not None and not turn.ended:
+        if result.forced and sequence.block_tables is not None and not result.ended:
             runner.set_slot(sequence)
         due = sequence.thought is not None and sequence.thought.due
-        if due and turn.forced and sequence.room and not turn.ended:  # they made a thought too long
+        if (
+            due and result.forced and sequence.room and not result.ended
+        ):  # they made a thought too long
             self.advance(sequence, (), runner.programs.words)
-        return turn.events
+        return result.events
 
     def sample_pending(
         self, runner: ModelRunner
@@ -217,7 +219,7 @@ class Guides:
             out[:] = _EVERYTHING
             return []
         guide, id = self.by_request[sequence.request.id], sequence.request.id
-        assert guide.mask is not None, "its turn is done, and tokens may follow"
+        assert guide.mask is not None, "its mask is computed, and tokens may follow"
         out[:] = guide.mask
         drawn = len(sequence.tokens) - len(sequence.request.prompt)
         guide.rules.clear(out, sequence.tokens, drawn)

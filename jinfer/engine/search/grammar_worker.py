@@ -1,7 +1,7 @@
-"""Guided decoding, on grammar threads: advances a matcher by the last tokens, computes the mask.
+"""Grammar worker: threads that advance matchers by new tokens and compute the next masks.
 
-Most turns are short, but some take many steps' time, so that they do not run on the engine's
-thread: see `jinfer.engine.search.guided_decoding`.
+Most masks are computed in less time than a step, but some take as long as many steps, so that the
+engine's thread does not compute them: see `jinfer.engine.search.guided_decoding`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from jinfer.sampling.structured import Matcher
 
-BUDGET = 0.005  # seconds that a step waits for a turn
+BUDGET = 0.005  # seconds that a step waits for a mask
 
 _QUICK = 2  # threads; more would take cores from the forward pass
 
 
 @dataclass(frozen=True)
-class Position:
-    """State of an answer at the beginning of its grammar's turn.
+class MaskRequest:
+    """A request to compute the mask of an answer's next token.
 
     Attributes:
         request: id of the request.
@@ -51,8 +51,8 @@ class Position:
 
 
 @dataclass
-class Turn:
-    """Result of a grammar's turn.
+class MaskResult:
+    """The mask of an answer's next token, and the tokens that came before it.
 
     Attributes:
         events: the new tokens, then the forced ones, perhaps a failure.
@@ -60,7 +60,7 @@ class Turn:
         mask: bitmask of the tokens that may come next; None if none does.
         ended: the answer is complete, or has failed.
         gave_up: the grammar does not allow the tokens that end the thought.
-        seconds: CPU time of the turn.
+        seconds: CPU time that it took.
     """
 
     events: list[Token | Failed] = field(default_factory=list)
@@ -71,10 +71,10 @@ class Turn:
     seconds: float = 0.0
 
 
-def take_turn(
-    matcher: Matcher, rules: ForbiddenTokens, at: Position, new: Sequence[Token], words: int
-) -> Turn:
-    """Advances a grammar by sampled tokens, then by forced ones, up to the next choice.
+def compute_mask(
+    matcher: Matcher, rules: ForbiddenTokens, at: MaskRequest, new: Sequence[Token], words: int
+) -> MaskResult:
+    """Advance a grammar by sampled tokens, then by forced tokens, up to the next choice.
 
     Args:
         rules: the request's forbidden tokens; they hold for forced tokens too.
@@ -82,41 +82,41 @@ def take_turn(
         new: sampled tokens that the grammar has not consumed yet.
         words: 32-bit words of a mask.
     """
-    begun, turn = time.thread_time(), Turn()
+    begun, result = time.thread_time(), MaskResult()
     for token in new:
-        if not turn.ended:
-            _take(matcher, turn, token)
+        if not result.ended:
+            _take(matcher, result, token)
     recent = list(at.recent)
-    due = () if turn.ended else at.due
+    due = () if result.ended else at.due
     if due and not _allows(matcher, due):
-        turn.gave_up, due = True, ()
+        result.gave_up, due = True, ()
     if due and not at.forces:
-        turn.mask = np.zeros(words, np.uint32)
-        turn.mask[due[0] // 32] = 1 << due[0] % 32
-        return turn
+        result.mask = np.zeros(words, np.uint32)
+        result.mask[due[0] // 32] = 1 << due[0] % 32
+        return result
     for id in due[: max(0, at.left)]:
-        if turn.ended:
+        if result.ended:
             break
         recent.append(id)
-        turn.forced.append(id)
-        _take(matcher, turn, Token(at.request, id))
+        result.forced.append(id)
+        _take(matcher, result, Token(at.request, id))
     left = max(0, at.left - len(due))
-    for id in matcher.forced()[:left] if at.forces and not turn.ended else ():
-        if turn.ended or rules.forbids(id, recent, at.drawn + len(turn.forced)):
+    for id in matcher.forced()[:left] if at.forces and not result.ended else ():
+        if result.ended or rules.forbids(id, recent, at.drawn + len(result.forced)):
             break  # the mask shows whether any other token may come
         recent.append(id)
-        turn.forced.append(id)
-        _take(matcher, turn, Token(at.request, id))
-    if not turn.ended and at.left > len(turn.forced):
+        result.forced.append(id)
+        _take(matcher, result, Token(at.request, id))
+    if not result.ended and at.left > len(result.forced):
         mask = np.zeros(words, np.uint32)
         try:
             matcher.mask(mask)
-            turn.mask = mask
+            result.mask = mask
         except ConstraintError as error:
-            turn.ended = True
-            turn.events.append(Failed(at.request, error))
-    turn.seconds = time.thread_time() - begun
-    return turn
+            result.ended = True
+            result.events.append(Failed(at.request, error))
+    result.seconds = time.thread_time() - begun
+    return result
 
 
 def _allows(matcher: Matcher, tokens: Sequence[int]) -> bool:
@@ -129,16 +129,16 @@ def _allows(matcher: Matcher, tokens: Sequence[int]) -> bool:
     return True
 
 
-def _take(matcher: Matcher, turn: Turn, token: Token) -> None:
+def _take(matcher: Matcher, result: MaskResult, token: Token) -> None:
     """Advances by a token; it is the last one if the grammar allows no other after it."""
     try:
         matcher.advance(token.id)
     except ConstraintError as error:
-        turn.ended = True
-        turn.events.append(Failed(token.request, error))
+        result.ended = True
+        result.events.append(Failed(token.request, error))
         return
-    turn.ended = matcher.finished
-    turn.events.append(replace(token, last="stop") if turn.ended else token)
+    result.ended = matcher.finished
+    result.events.append(replace(token, last="stop") if result.ended else token)
 
 
 @dataclass(eq=False)
