@@ -20,20 +20,22 @@ from jinfer.engine.scheduling.sequence import DraftedStep, RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.speculate.backoff import Backoff
-from jinfer.speculate.draft_length import DraftLength, RunningMean
+from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.grammar_drafts import EVERYTHING, allowed_chain
 from jinfer.speculate.token_tree import TokenTree, merge_trees
 from jinfer.speculate.tree_batch import (
+    EVERYTHING,
     PLACES_PER_TOKEN,
     SIZES,
     RootedTree,
     TreeLayout,
+    allocate_branches,
+    allowed_chain,
     batch_sizes,
+    first_path,
     fitting_size,
+    layout_masks,
 )
-from jinfer.speculate.tree_blocks import allocate_branches, first_path, layout_masks
 
 _DEEPEST = 16  # maximum depth of a draft
 _NEW = 16  # an answer of fewer tokens counts as new

@@ -9,8 +9,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.speculate.backoff import Backoff
-from jinfer.speculate.draft_length import DraftLength, RunningMean
+from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.replay_drafter import ReplayDrafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
 from tests.engine.test_schedules import STORIES

@@ -15,7 +15,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import BLOCK, zero_cache
-from jinfer.speculate.head_drafter import HeadDrafter
+from jinfer.speculate.eagle_drafter import EagleDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.arrays import on_device
 from tests.families.llama_line import (
@@ -32,15 +32,15 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=
 DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=0.8, seed=3)
 
 
-def head_of(llm: LLM) -> HeadDrafter:
+def head_of(llm: LLM) -> EagleDrafter:
     speculation = llm.session.engine.speculator
     assert isinstance(speculation, SpeculativeDecoder)
     (head,) = speculation.drafters
-    assert isinstance(head, HeadDrafter)
+    assert isinstance(head, EagleDrafter)
     return head
 
 
-def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
+def given_by(head: EagleDrafter, vectors: Floats) -> Floats:
     """A head's logits in places 0, 1, ... of TOKENS from the second one on."""
     count = len(vectors)
     assert count <= 2 * BLOCK
@@ -62,7 +62,7 @@ def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     return np.asarray(computed(head.runner.parameters, tokens, given), np.float64)
 
 
-def kept_by(llm: LLM, head: HeadDrafter) -> Floats:
+def kept_by(llm: LLM, head: EagleDrafter) -> Floats:
     """What the target's layers gave of TOKENS, as the head is given it while it drafts."""
     seen: list[Floats] = []
     plain = head._vectors

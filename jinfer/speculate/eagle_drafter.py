@@ -1,25 +1,82 @@
-"""EAGLE/MTP heads, weights: hidden-state taps in the target, and weights shared with it."""
+"""EAGLE/MTP heads: a few layers that draft from the target's hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.model_runner import ModelRunner
+from jinfer.engine.runner.step_key import StepKey, StepKind
+from jinfer.engine.scheduling.scheduler import Scheduler
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.eagle_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import Opened
+from jinfer.ops.attention.kv_cache import Cache
+from jinfer.speculate.draft_model import DraftModel
 from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.weights.tensor_mapping import by_name
+
+
+@dataclass(eq=False, kw_only=True)
+class EagleDrafter(DraftModel):
+    """Drafts with a head that reads the target's hidden states.
+
+    It reads the tokens from the second one on, each with the target's hidden states of the token
+    before. Those are in the target's KV cache, so that prefix-cached tokens have them too.
+
+    Attributes:
+        scheduler: the target's, whose running sequences have block tables.
+    """
+
+    scheduler: Scheduler
+    first: ClassVar[int] = 1
+    kinds: ClassVar[tuple[StepKind, StepKind]] = "prefill_head", "propose_with_head"
+
+    def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
+        # Drafted tokens were computed from the head's own hidden states, so they do not count.
+        return sequence.tokens[1:]
+
+    def _prefill(
+        self, rows: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray]
+    ) -> Cache:
+        arguments = (rows, positions, tables, self._vectors(rows, positions))
+        program = self.runner.programs.get(StepKey("prefill_head", len(rows)))
+        return program(self.runner.leaves, self.runner.cache, self.runner.state, *arguments)
+
+    def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
+        positions = padded([len(s.tokens) - 2 for s in sequences], len(rows), -1)
+        return (self._vectors(rows, positions),)
+
+    def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Any:
+        """The target's hidden states of some tokens."""
+        target = self.target
+        program = target.programs.get(StepKey("gather_taps", len(rows)))
+        arguments = (rows, positions, target.slot_tables(self.scheduler.running))
+        vectors = program(target.programs.hidden_taps(target.cache), *arguments)
+        if isinstance(self.runner.programs, OtherDevicePrograms):
+            return jax.device_put(vectors, self.runner.programs.device)
+        return vectors
+
+    def announce(self) -> list[Future[Program]]:
+        keys = [*self._step_keys()]
+        counts = sorted({key.tokens for key in keys if key.tokens})
+        taps = self.target.programs.announce(StepKey("gather_taps", count) for count in counts)
+        return [*self.runner.programs.announce(keys), *taps]
 
 
 def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
@@ -53,7 +110,7 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
 
 
 @dataclass(frozen=True)
-class HeadWeights:
+class EagleWeights:
     """The weights of a head, some of which are the target's.
 
     Attributes:
@@ -79,7 +136,7 @@ class HeadWeights:
         return tuple(named[name] for name in self.model.names)
 
 
-def head_weights(target: ModelRunner, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
+def eagle_weights(target: ModelRunner, opened: Opened, head: Opened, *, same: bool) -> EagleWeights:
     """Finds the weights of a head.
 
     Args:
@@ -116,7 +173,7 @@ def head_weights(target: ModelRunner, opened: Opened, head: Opened, *, same: boo
         for name, parameter in zip(plan.model.names, plan.model.parameters, strict=True)
     }
     full = replace(model, parameters=tuple(stored[name] for name in model.names))
-    return HeadWeights(full, own, shared)
+    return EagleWeights(full, own, shared)
 
 
 def _ruled(spec: ModelSpec, part: AbstractModel) -> ModelSpec:
