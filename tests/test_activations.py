@@ -14,8 +14,8 @@ import pytest
 
 from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
+from jinfer.api.activation_tracing import Trace
 from jinfer.api.classification import Classes
-from jinfer.api.trace import Trace
 from jinfer.opening.classification_config import ClassificationConfig
 from tests.reference import numpy_activations
 from tests.reference.numpy_blocks import Floats

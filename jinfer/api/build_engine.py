@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import wait
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jinfer.api.offloading import start_offload
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
@@ -36,6 +36,7 @@ from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.quantized_cache import entry_key
 
 if TYPE_CHECKING:
     from jinfer.distributed.distributed_programs import DistributedPrograms
@@ -270,3 +271,51 @@ def all_shapes(engine: Engine) -> list[StepKey]:
         shapes += [StepKey("sample", chosen=count, stages=stages) for count in choices]
         shapes += [StepKey("decode", count, stages=stages) for count in counts]
     return shapes
+
+
+_GIB = 1 << 30
+
+
+def start_offload(engine: Engine, plan: WeightPlan) -> None:
+    """Connects an engine with the stores that `[engine]` asks for, if any.
+
+    Raises:
+        SpecError: a store cannot be had.
+    """
+    asked, path = plan.spec.engine, plan.spec.path
+    if not engine.runner.model.caches:
+        return
+    engine.weights_key = entry_key(plan, "kv cache")
+    ram, disk = int(asked.cache_ram * _GIB), None
+    if not ram and asked.cache_disk is None:
+        return
+    # Imported here, because most models ask for none.
+    from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
+    from jinfer.engine.offload.prefix_offload import PrefixOffload, cache_identity
+
+    if ram > (most := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        reason = (
+            f"{asked.cache_ram:g} GiB are more than the {most / _GIB:.0f} of this machine; "
+            "it counts GiB, not MiB"
+        )
+        raise SpecError(path, "engine.cache_ram", reason)
+    if reason := offload_refusal(engine):
+        key = "cache_ram" if ram else "cache_disk"
+        raise SpecError(path, f"engine.{key}", f"cannot be had {reason}")
+    if asked.cache_disk is not None:
+        folder = Path(asked.cache_disk).expanduser()
+        try:
+            identity = cache_identity(engine.runner.programs, engine.weights_key)
+            disk = DiskStore(folder, identity, int(asked.cache_disk_size * _GIB))
+        except FolderRefusedError as error:
+            raise SpecError(path, "engine.cache_disk", f"{folder}: its {FOLDER} {error}") from None
+    engine.offload = PrefixOffload(engine.runner, engine.scheduler, ram, disk)
+
+
+def offload_refusal(engine: Engine) -> str:
+    """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
+    if current_group() is not None:
+        return "with several processes, each of which has a part of the cache; leave it out"
+    if getattr(engine.runner.programs, "hosted", None):
+        return "with partition.host_kv_cache; leave one of them out"
+    return ""

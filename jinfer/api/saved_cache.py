@@ -9,7 +9,7 @@ from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinfer.api.offloading import offload_refusal
+from jinfer.api.build_engine import offload_refusal
 from jinfer.engine.engine import Engine
 from jinfer.engine.offload.block_io import (
     BATCH,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.api.activation_checks import compile_for, request_activations
+from jinfer.api.activation_checks import SteeringVectors, compile_for, request_activations
 from jinfer.api.build_engine import (
     all_shapes,
     announce_first,
@@ -28,6 +28,7 @@ from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
     check_thinking,
+    parallel_sampling,
     sampling_row,
     start_grammar,
     thinking_limit,
@@ -43,8 +44,6 @@ from jinfer.api.prompt_inputs import (
     parse_params,
     parse_prompt,
 )
-from jinfer.api.requests_of_answers import requests_of_answers
-from jinfer.api.steering_vectors import SteeringVectors
 from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import AdapterUse, Request, RequestError
@@ -353,7 +352,7 @@ class Session:
             activations=activations,
         )
         self._check_room(request)
-        answers = requests_of_answers(request, self._ids)
+        answers = parallel_sampling(request, self._ids)
         prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
         compile_for(self.engine, request)
         return prepared

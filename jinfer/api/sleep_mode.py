@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jinfer.api.base_llm import BaseLLM
 from jinfer.api.build_engine import load
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
@@ -26,37 +25,8 @@ ASLEEP = "the model sleeps; wake it with wake_up()"
 LEVELS = (1, 2)
 
 
-class SleepMode(BaseLLM):
-    """An open model that can sleep."""
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives memory back until `wake_up`: as vLLM's sleep mode. Requests are refused meanwhile.
-
-        Programs, tokenizer and adapters stay, so that waking takes no longer than reading the
-        weights. The prefix cache is emptied.
-
-        Args:
-            level: 1: the KV cache is freed, and the weights are in the host's memory; 2: both are
-                freed, and waking reads the weights from their files again, without what
-                `update_weights` has changed. Weights of draft models stay.
-
-        Raises:
-            RequestError: requests run; or the model is divided among devices or processes.
-        """
-        fall_asleep(self.session, level)
-
-    def wake_up(self) -> None:
-        """Takes the memory again that `sleep` gave back; nothing happens if the model is awake.
-
-        Raises:
-            RequestError: the files of the weights have become those of another model.
-            SourceError, CheckpointError, LoadError: the weights cannot be read any more.
-        """
-        wake_up(self.session)
-
-
 def fall_asleep(session: Session, level: int) -> None:
-    """As `SleepMode.sleep`."""
+    """As `LLM.sleep`."""
     if level not in LEVELS or isinstance(level, bool):
         raise RequestError(f"a level of sleep is {show_value(level)}; allowed: 1, 2")
     if not session.opened.spec.partition.is_plain or jax.process_count() > 1:
@@ -96,7 +66,7 @@ def _has_own_memory(engine: Engine) -> bool:
 
 
 def wake_up(session: Session) -> None:
-    """As `SleepMode.wake_up`."""
+    """As `LLM.wake_up`."""
     with session.changing:
         if session.sleep_level == 2:
             _load_again(session)

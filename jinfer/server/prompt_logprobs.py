@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinfer.api.prompt_scores import prompt_logprobs
+from jinfer.api.forward_results import prompt_logprobs
 from jinfer.api.session import Session
 from jinfer.engine.output.completion import TokenLogprob
 from jinfer.sampling.param_ranges import MAX_LOGPROBS

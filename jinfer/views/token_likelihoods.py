@@ -32,7 +32,7 @@ def tokens(llm: LLM, prompt: Prompt, *, top: int = 5, max_tokens: int = 0) -> Vi
         RequestError: a prompt of fewer than two tokens, `top` out of range, or a model that gives
             no log-probabilities.
     """
-    from jinfer.api.prompt_scores import prompt_logprobs
+    from jinfer.api.forward_results import prompt_logprobs
     from jinfer.engine.requests import RequestError
     from jinfer.views.traced_values import check_llm
 

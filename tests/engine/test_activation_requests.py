@@ -14,7 +14,7 @@ import pytest
 
 from jinfer import LLM, Completion, Edit, RequestError, SamplingParams, Steer, read_control_vector
 from jinfer.api.activation_checks import request_activations
-from jinfer.api.trace import Trace
+from jinfer.api.activation_tracing import Trace
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.step_key import StepKey
