@@ -135,7 +135,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         # Those for answers under a grammar, or with rare stages, are for nobody here.
         keys = [
             key
-            for key in speculation._step_keys(engine)
+            for key in speculation._step_keys()
             if not key.masked and key.stages == stage_sets()[0]
         ]
         for future in engine.runner.programs.announce(keys):
