@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             llm.trace(TOKENS, capture)
     with pytest.raises(RequestError, match="params are for answers"):
         llm.trace(TOKENS, "embed", params={"temperature": 1.0})
-    with pytest.raises(RequestError, match="trace: steer stands among the params"):
+    with pytest.raises(RequestError, match="trace: params has steer"):
         llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
     listed: Any = llm.names("*bed")
     assert llm.trace(TOKENS[:9], listed).names == ["decoder.stem.embed", "embed"]

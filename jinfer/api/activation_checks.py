@@ -91,7 +91,7 @@ def compile_for(engine: Engine, request: Request) -> None:
     """Compiles what a request with activations needs, so that no request in the engine waits.
 
     Raises:
-        RequestError: a value is computed beside the forward pass, and cannot be edited.
+        RequestError: a value is not part of the forward pass, and cannot be edited.
     """
     taps = taps_of([request.activations])
     if taps is None:
@@ -195,8 +195,8 @@ def traced_edits(
     for edit in all_edits(sampling):
         _check_range(edit, prompt, tokens)
         shape = known.get(edit.name)
-        beside = not any(name.startswith("encoder.") for name in known)
-        if shape is None and beside and edit.name.startswith("encoder."):
+        no_encoder = not any(name.startswith("encoder.") for name in known)
+        if shape is None and no_encoder and edit.name.startswith("encoder."):
             raise RequestError(
                 f"{edit.field}: {edit.name} is computed once for all requests with the same text, "
                 "and cannot be edited"

@@ -138,7 +138,7 @@ def _deviation(value: np.ndarray) -> float:
 
 type Generate = Callable[..., Sequence[Completion]]
 
-_ENCODER = "encoder."  # begins the names of an encoder beside a decoder
+_ENCODER = "encoder."  # prefix of the names of an encoder-decoder's encoder
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _answers(
     given = session.sampling(params, {})
     for name in ACTIVATIONS:
         if getattr(given, name):
-            raise RequestError(f"trace: {name} stands among the params; give it to trace itself")
+            raise RequestError(f"trace: params has {name}; give it to trace itself")
     sampling = session.sampling(params, changes)
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
@@ -286,10 +286,14 @@ def _plans(
         scored: the scores and patterns that are edited.
     """
     found = dict[str, TracePlan]()
-    beside = bool(one.encoder)
+    has_encoder = bool(one.encoder)
     for stack in session.opened.spec.stacks:
-        inside = beside and stack.name == "encoder"
-        own = {n: s for n, s in shapes.items() if not beside or n.startswith(_ENCODER) == inside}
+        inside = has_encoder and stack.name == "encoder"
+        own = {
+            name: shape
+            for name, shape in shapes.items()
+            if not has_encoder or name.startswith(_ENCODER) == inside
+        }
         tokens = len(one.encoder if inside else one.ids)
         caches = session.engine.runner.model.caches
         known = session.engine.runner.model.activations
@@ -334,7 +338,7 @@ def _trace(
 ) -> Trace:
     values: Values = {}
     known = session.engine.runner.model.activations
-    # An encoder beside a decoder is computed as it is.
+    # The encoder of an encoder-decoder is computed without edits.
     changed = "decoder" if one.encoder else session.opened.spec.stacks[0].name
     of_stack = {n: s for n, s in known.items() if not (one.encoder and n.startswith(_ENCODER))}
     for stack, plan in plans.items():

@@ -55,7 +55,7 @@ class BaseLLM:
         They follow from the specification; nothing is computed (docs/activations.md).
 
         Args:
-            pattern: `*` stands for any text: "decoder.*.attn.q".
+            pattern: `*` matches any text: "decoder.*.attn.q".
 
         Raises:
             RequestError: no name fits the pattern; the nearest one is named.

@@ -233,7 +233,7 @@ def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> No
     """Starts making the programs of one request of the usual kind, before weights are loaded.
 
     Programs that have to be compiled are waited for on a CPU if weights are small: they are read in
-    less time, and would be in memory beside what compilers need, which is given back. The weights
+    less time, and would be in memory together with what compilers need, which is freed. The weights
     of a large model are read meanwhile.
     """
     keys, programs = first_shapes(engine, prompt), engine.runner.programs

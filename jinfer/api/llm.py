@@ -199,7 +199,7 @@ class LLM(BaseLLM):
         return self.generate(ids, resolved, **asked)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        """Loads a LoRA adapter beside the model, for requests with `adapter=name`.
+        """Load a LoRA adapter in addition to the model, for requests with `adapter=name`.
 
         Nothing is compiled. `engine.max_adapters` says how many there can be at a time.
 
@@ -406,12 +406,12 @@ class LLM(BaseLLM):
         """Values inside the model at every token: `llm.trace(text, "decoder.*.x")["decoder.3.x"]`.
 
         Prompts are computed by the engine, in chunks, with the weights that it has; only what is
-        captured is computed beside what it needs.
+        captured, and the values that it depends on, is computed.
 
         Args:
             prompts: texts, lists of token ids, or conversations; of an encoder-decoder, the
                 decoder's.
-            capture: names of values, as `names` lists them; `*` stands for any text.
+            capture: names of values, as `names` lists them; `*` matches any text.
             edits, steer: changes of values on the way, as of `SamplingParams`.
             max_tokens: length of an answer, whose tokens are traced too; 0: none.
             params: sampling parameters of the answer, as of `generate`.

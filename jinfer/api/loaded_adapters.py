@@ -75,8 +75,8 @@ class Adapters:
             SpecError: the model cannot have any.
             CheckpointError: one of them is damaged.
         """
-        beside = [each for each in opened.adapters if not each.spec.merge]
-        listed = {each.spec.name: _opened(each.path) for each in beside}
+        unmerged = [each for each in opened.adapters if not each.spec.merge]
+        listed = {each.spec.name: _opened(each.path) for each in unmerged}
         engine, path = opened.spec.engine, opened.spec.path
         model = opened.spec.tensors, opened.checkpoint.format
         count = max(engine.max_adapters, len(listed))
@@ -86,7 +86,7 @@ class Adapters:
         if count > _MOST:
             raise SpecError(path, key, f"{count} adapters are too many; at most {_MOST} have room")
         if opened.spec.type != "decoder-only":
-            reason = "adapters beside each other need a decoder alone; merge them (merge = true)"
+            reason = "only merged adapters go with an encoder; set merge = true"
             raise SpecError(path, key, reason)
         if current_group() is not None:
             raise SpecError(path, key, "adapters are not loaded in several processes; merge them")
@@ -97,7 +97,7 @@ class Adapters:
         dora = engine.dora_adapters or any(one.has_magnitudes for one in listed.values())
         slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts, dora)
         adapters = cls(*model, listed, slots)
-        adapters.sources |= {each.spec.name: str(each.path) for each in beside}
+        adapters.sources |= {each.spec.name: str(each.path) for each in unmerged}
         return adapters
 
     def room_in(self, model: AbstractModel) -> AbstractModel:
@@ -192,7 +192,7 @@ def _weights(
         try:
             return weights[projection].values
         except EngineError as error:
-            reason = "magnitudes (DoRA) beside other adapters need the weights in one place"
+            reason = "magnitudes (DoRA) need the weights on one device"
             raise RequestError(f"{adapter.path}: {reason}, and {error}; or merge it") from None
 
     return weight_of

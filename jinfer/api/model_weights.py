@@ -152,7 +152,7 @@ def _stored_as(name: str, old: Any, given: Any) -> Any:
     if values.shape != tuple(old.shape):
         raise RequestError(f"{name} is {list(old.shape)}, and the values are {list(values.shape)}")
     if isinstance(old, OutlierTensor):
-        raise RequestError(f"{name} keeps outliers beside its codes, which are not updated")
+        raise RequestError(f"{name} has outliers apart from its codes, which cannot be updated")
     if isinstance(old, ReorderedTensor):
         order = np.asarray(old.order)
         ordered = np.take_along_axis(values, order[..., None, :], axis=-1)

@@ -244,12 +244,12 @@ class PureFunction:
         """Logits of every token of a text, or another result, float32.
 
         Args:
-            params: parameters by name, as of `LLM.function`, or others of their shapes. Beside
+            params: parameters by name, as of `LLM.function`, or others of their shapes. Besides
                 "decoder.3.attn.q.weight" there may be "decoder.3.attn.q.lora_a", [rank, inputs],
                 and "decoder.3.attn.q.lora_b", [outputs, rank]: b a is added to the weight (LoRA).
             tokens: ids of one text; of an encoder-decoder, the decoder's. Several texts of one
                 length are computed by `jax.vmap(apply, in_axes=(None, 0))`.
-            embeddings: what stands in place of the token embedding's rows; see `embed`.
+            embeddings: vectors in place of the token embedding's rows; see `embed`.
             length: tokens that are not padding, which is at the end; None: all. What is computed
                 of padding means nothing.
             token_type_ids: of an encoder that has them.
@@ -257,9 +257,9 @@ class PureFunction:
                 encoder-decoder reads.
             want: "logits", "hidden" (the last hidden states), "classes", or "pooled", as there
                 are; of an encoder "pooled" and "classes" are of the whole text.
-            capture: names of values, as of `LLM.names`, maybe with `*`. They come beside the
+            capture: names of values, as of `LLM.names`, maybe with `*`. They are returned with the
                 result: (logits, {name: value}), each float32 with its axes as they are named.
-            edits: by such names, a function of a value, or an array, whose result stands in its
+            edits: by such names, a function of a value, or an array, whose result takes its
                 place. What a function refers to has derivatives, too: of a value by itself, they
                 are those of zeros that are added to it. Or `Edit` and `Steer`, as in requests.
 

@@ -80,7 +80,7 @@ class ActivationUse:
 
     @property
     def seed(self) -> bytes:
-        """What keys and values depend on beside the tokens."""
+        """Bytes that keys and values depend on, in addition to the tokens."""
         return b"edits" + self.digest if self.edits else b""
 
 

@@ -20,10 +20,10 @@ class ThinkingLimit:
 
     Attributes:
         budget: tokens that the answer's thoughts may have together, without their marks.
-        marks: what they stand between.
+        marks: the marks around a thought.
         opened: whether the answer begins inside a thought.
         encode, decode: tokens of a text, special ones included, and their text.
-        message: what stands before an end that is forced.
+        message: text before an end that is forced.
     """
 
     budget: int

@@ -158,7 +158,7 @@ class AttentionSpec(Block):
     kv_layer: number of an earlier layer, whose attention of the same name has the keys and values
         (KV sharing, arXiv 2405.12981); none: it has its own.
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
-    low_rank: rank of two matrices beside `q`, `k` and `v` each, `attn.q_low.down` and
+    low_rank: rank of two matrices added to each of `q`, `k` and `v`, `attn.q_low.down` and
         `attn.q_low.up` and so on: q(x) + up(down(x)); none: there are none.
     """
 

@@ -188,7 +188,7 @@ class HeadSpec(Block):
     tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
         for it with other values.
     normalize: the rows of its weight are normalized to length 1 when they are loaded.
-    never: ids of tokens that are never sampled, whatever their logits.
+    never: ids of tokens that are never sampled, even if their logits are the highest.
     """
 
     kind: Literal["head"]

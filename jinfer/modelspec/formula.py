@@ -1,6 +1,6 @@
 """Wiring formulas: how a layer, a stem or a head is composed of its modules.
 
-A formula is a few lines `name = expression` of arithmetic and calls of modules declared beside it.
+A formula is a few lines `name = expression` of arithmetic and calls of modules of the same table.
 Its value is that of its last line, an expression or an assignment to `x`. It is checked by
 evaluating it once on abstract arrays, so errors show before any array is computed.
 """

@@ -153,7 +153,7 @@ class EngineSpec:
         mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
         warm_up: whether all programs are compiled at start, rather than on first use.
-        max_adapters: LoRA adapters that may be loaded at a time beside the model, those of
+        max_adapters: LoRA adapters that may be loaded at a time in addition to the model, those of
             `[adapters]` included; 0: those alone.
         max_adapter_rank: the highest rank that they may have; none: as high as those of
             `[adapters]` need, or 64.

@@ -327,7 +327,9 @@ def _is_written(path: tuple[str, ...], table: Any) -> bool:
 def _blocks(path: tuple[str, ...], spec: ModelSpec) -> Iterator[Any]:
     """The blocks built from the table that contained a key."""
     stack, modules = (path[0], path[1:]) if path[0] != "modules" else ("", path)
-    if modules[0] != "modules" or len(modules) < 3:  # a variant: its base table is beside it
+    if (
+        modules[0] != "modules" or len(modules) < 3
+    ):  # a variant: its base table is in the same table
         return
     _, name, *inner = modules[:-1]
     groups = [spec.shared] if not stack else []

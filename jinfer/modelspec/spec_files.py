@@ -86,18 +86,18 @@ def with_families(table: Table, path: Path) -> list[Table]:
     return tables
 
 
-def _family_file(name: Any, beside: Path) -> Path:
+def _family_file(name: Any, spec_path: Path) -> Path:
     known = families()
     if isinstance(name, str) and name in known:
         return known[name]
     if not isinstance(name, str) or not name.endswith(".toml"):
         raise SpecError(
-            beside, "family", f"unknown family {show_value(name)}; {nearest_hint(name, known)}"
+            spec_path, "family", f"unknown family {show_value(name)}; {nearest_hint(name, known)}"
         )
     try:
-        return (beside.parent / name).resolve()
+        return (spec_path.parent / name).resolve()
     except (OSError, ValueError) as error:  # a cycle of links, a null character
-        raise SpecError(beside, "family", f"{show_value(name)} is no file: {error}") from error
+        raise SpecError(spec_path, "family", f"{show_value(name)} is no file: {error}") from error
 
 
 def format_table(format: str) -> Table:

@@ -219,7 +219,7 @@ def _check_chosen_keys(i: int, layers: Sequence[LayerSpec], path: object, key: s
 
 
 def _before(assigned: Iterable[str]) -> tuple[str, ...]:
-    """The names beside `x` that a formula can take from those before it."""
+    """The names, other than `x`, that a formula can take from earlier formulas."""
     return tuple(sorted(set(assigned) - {"x"}))
 
 

@@ -119,7 +119,9 @@ def open_drafters(
             reason = f"{heads[0]} and {heads[1]} are heads, but one can follow the model; leave one"
             raise SpecError(spec.path, KEY, reason)
         if asked.expansion:
-            reason = "is of draft models; a head drafts a chain with one token beside each"
+            reason = (
+                "is for draft models; a head drafts a chain, with one alternative to each token"
+            )
             raise SpecError(spec.path, "speculation.expansion", reason)
         tapped = with_taps(opened, model, heads[0])
     return OpenedDrafters(tapped, opened, tuple(models))

@@ -110,7 +110,7 @@ class DraftLength:
             trees: drafts of the sequences that may have one.
             sequences: number of all sequences in the call; those without a draft get one token.
             sizes: available batch sizes, ascending; the last is above `sequences`.
-            probing: verify at least a small batch, whatever its estimated value.
+            probing: verify at least a small batch, even if its estimated value is low.
         """
         if self.nodes is not None:
             most = min(self.nodes - 1, max(0, (sizes[-1] - sequences) // max(1, len(trees))))
@@ -153,7 +153,7 @@ class DraftLength:
             seconds: time of a level.
             drafted: number of sequences that it drafts for.
             sequences, sizes: as of `select`.
-            probing: draft some levels, whatever their estimated value.
+            probing: draft some levels, even if their estimated value is low.
         """
         if self.nodes is not None:
             return min(self.nodes - 1, _DEEPEST)
@@ -200,7 +200,7 @@ class Backoff:
     """Decides whether the next call drafts.
 
     Attributes:
-        probing: the next draft is verified whatever its estimated value: drafts have rested, and
+        probing: the next draft is verified even if its estimated value is low: drafts have rested, and
             the estimate is old.
     """
 

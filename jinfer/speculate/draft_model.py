@@ -128,7 +128,7 @@ class DraftModel(Drafter):
     def _grow(
         self, sequence: RunningSequence, levels: np.ndarray, above: list[int], grown: _TreeBuilder
     ) -> None:
-        """Adds the tokens after a node: a chain, siblings beside it, and what follows those."""
+        """Adds the tokens after a node: a chain, siblings of its nodes, and the tokens after those."""
         path = list(above)
         for level, row in enumerate(levels.tolist()):
             depth = len(above) + level
@@ -146,7 +146,7 @@ class DraftModel(Drafter):
     def _grow_below(
         self, sequence: RunningSequence, path: list[int], levels: int, grown: _TreeBuilder
     ) -> None:
-        """Adds the tokens after a node beside the chain, which is computed in the chain's place."""
+        """Add the tokens after a node outside the chain, computed in the chain's place."""
         if levels < 1:
             return
         self._set_slot(sequence, path)

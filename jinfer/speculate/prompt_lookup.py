@@ -58,7 +58,7 @@ def _from(tokens: Sequence[int], position: int, count: int) -> list[int]:
 
 @dataclass(eq=False)
 class PromptLookup(Drafter):
-    """Drafts the newest continuation of the last tokens, and perhaps a second one beside it.
+    """Drafts the newest continuation of the last tokens, and perhaps a second one.
 
     Attributes:
         branches: maximum number of continuations.

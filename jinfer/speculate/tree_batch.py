@@ -181,7 +181,7 @@ def _ended(state: Matcher) -> bool:
 
 
 def first_path(tree: TokenTree) -> TokenTree:
-    """The path of each node's first child, whatever the order of the others."""
+    """The path of each node's first child; the order of the other children does not matter."""
     path = [ROOT]
     for node, parent in enumerate(tree.parents):  # a parent comes before its children
         if parent == path[-1]:

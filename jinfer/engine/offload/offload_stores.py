@@ -1,4 +1,4 @@
-"""Offload stores: where blocks are beside the device, and what went there and came back."""
+"""Offload stores: blocks in host memory and on disk, and counts of transfers."""
 
 from __future__ import annotations
 
