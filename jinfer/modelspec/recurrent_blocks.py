@@ -1,7 +1,7 @@
 """Recurrent blocks (state space models, linear attention): what a layer keeps of all tokens so far.
 
 Each is a recurrence alone; projections, gates and norms around it are modules of their own, wired
-by the layer's formula. Their state is float32 and has one place a sequence, apart from the KV cache.
+by the layer's formula. Their state is float32; each sequence has one, apart from the KV cache.
 """
 
 from __future__ import annotations

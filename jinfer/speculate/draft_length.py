@@ -200,8 +200,8 @@ class Backoff:
     """Decides whether the next call drafts.
 
     Attributes:
-        probing: the next draft is verified even if its estimated value is low: drafts have rested, and
-            the estimate is old.
+        probing: the next draft is verified even if its estimated value is low: after a rest the
+            estimate is old.
     """
 
     probing: bool = False

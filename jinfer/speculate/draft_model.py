@@ -128,7 +128,7 @@ class DraftModel(Drafter):
     def _grow(
         self, sequence: RunningSequence, levels: np.ndarray, above: list[int], grown: _TreeBuilder
     ) -> None:
-        """Adds the tokens after a node: a chain, siblings of its nodes, and the tokens after those."""
+        """Add the tokens after a node: a chain, its siblings, and the tokens after those."""
         path = list(above)
         for level, row in enumerate(levels.tolist()):
             depth = len(above) + level

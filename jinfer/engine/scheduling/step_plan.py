@@ -33,7 +33,7 @@ class StepPlan:
         copies: blocks to copy first.
         chunks: chunks of prompts.
         decoding: sequences that get their next token.
-        steps: new tokens of each of those, at most; 1 if there are chunks, or if one of them is guided
+        steps: new tokens of each of those, at most; 1 with chunks, or if a sequence is guided
             or has no new token yet.
         must_read: nothing can be planned before the results of earlier calls are read.
     """
