@@ -39,10 +39,10 @@ def request_activations(
     Raises:
         RequestError: a name or a shape that the model has not, or what cannot be combined.
     """
-    asked = [name for name in ACTIVATIONS if getattr(sampling, name)]
-    if not asked:
+    named_fields = [name for name in ACTIVATIONS if getattr(sampling, name)]
+    if not named_fields:
         return None
-    _check_combined(engine, sampling, asked[0])
+    _check_combined(engine, sampling, named_fields[0])
     known = engine.runner.model.activations
     capture = _captured(sampling.capture, known)
     each = {name: prod(_of_token("capture", name, known)) for name in capture}
@@ -273,11 +273,11 @@ class SteeringVectors:
     """Named steering vectors, in the host's memory.
 
     Attributes:
-        most: bytes that they may have together.
+        max_bytes: bytes that they may have together.
         kept: name -> the vectors, one for each activation.
     """
 
-    most: int = 1 << 30
+    max_bytes: int = 1 << 30
     kept: dict[str, tuple[Steer, ...]] = field(default_factory=dict)
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -294,10 +294,10 @@ class SteeringVectors:
         with self._changing:
             others = {n: v for n, v in self.kept.items() if n != name}
             size = sum(each.vector.nbytes for v in (*others.values(), vectors) for each in v)
-            if size > self.most or len(others) >= MAX_NAMES:
+            if size > self.max_bytes or len(others) >= MAX_NAMES:
                 raise RequestError(
-                    f"there is no room for {name!r}: steering vectors may have {self.most} bytes "
-                    f"and {MAX_NAMES} names; forget others"
+                    f"there is no room for {name!r}: steering vectors may take {self.max_bytes} "
+                    f"bytes and {MAX_NAMES} names; forget others"
                 )
             self.kept = others | {name: tuple(vectors)}
 

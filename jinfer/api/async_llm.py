@@ -127,8 +127,8 @@ class AsyncLLM(BaseLLM):
     ) -> Completion:
         """As `LLM.chat`."""
         ids, resolved = self.session.chat(messages, params, keywords)
-        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return (await self.generate(ids, resolved, **asked))[0]
+        request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return (await self.generate(ids, resolved, **request))[0]
 
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)

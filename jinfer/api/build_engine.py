@@ -46,12 +46,14 @@ if TYPE_CHECKING:
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
-def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None = None) -> Engine:
+def build_engine(
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None = None
+) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
         model: its parameters as they will be stored.
-        shelf: where its programs are kept.
+        program_cache: where its programs are kept.
 
     Raises:
         SpecError: `[partition]` asks for what cannot be.
@@ -68,7 +70,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
     if current_group() is not None:
         programs = _in_processes(opened, model)
     elif opened.spec.partition.is_plain:
-        programs = _on_one_device(opened, model, shelf)
+        programs = _on_one_device(opened, model, program_cache)
     else:
         programs = _in_stages(opened, model)
     lanes: Any = getattr(programs, "lanes", None)
@@ -160,7 +162,7 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
 
 
 def _on_one_device(
-    opened: Opened, model: AbstractModel, shelf: DiskCache | None
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None
 ) -> CompiledPrograms:
     blocks = cache_blocks(
         model.caches,
@@ -169,7 +171,7 @@ def _on_one_device(
         opened.context,
         used=nbytes(model.parameters),
     )
-    return CompiledPrograms(model, _sizes(opened, model, blocks), shelf)
+    return CompiledPrograms(model, _sizes(opened, model, blocks), program_cache)
 
 
 def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
@@ -293,9 +295,9 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
     from jinfer.engine.offload.prefix_offload import PrefixOffload, cache_identity
 
-    if ram > (most := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+    if ram > (available := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         reason = (
-            f"{asked.cache_ram:g} GiB are more than the {most / _GIB:.0f} of this machine; "
+            f"{asked.cache_ram:g} GiB are more than the {available / _GIB:.0f} of this machine; "
             "it counts GiB, not MiB"
         )
         raise SpecError(path, "engine.cache_ram", reason)

@@ -195,8 +195,8 @@ class LLM(BaseLLM):
             TemplateError: there is no chat template, or it rejects the conversation.
         """
         ids, resolved = self.session.chat(messages, params, keywords)
-        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return self.generate(ids, resolved, **asked)[0]
+        request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return self.generate(ids, resolved, **request)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         """Load a LoRA adapter in addition to the model, for requests with `adapter=name`.

@@ -71,7 +71,7 @@ class FunctionTaps:
         if not isinstance(capture, Iterable):
             raise RequestError(f"capture is {show_value(capture)}; give names: ['decoder.*.x']")
         patterns = (capture,) if isinstance(capture, str) else tuple(capture)
-        wanted = {name for pattern in patterns for name in matching(_text(pattern), known)}
+        captured_names = {name for pattern in patterns for name in matching(_text(pattern), known)}
         changed: Mapping[str, ValueEdit]
         if isinstance(edits, Mapping):
             changed = {
@@ -81,7 +81,7 @@ class FunctionTaps:
             }
         else:
             changed = self._row_edits(edits)
-        names = tuple(name for name in known if name in wanted)
+        names = tuple(name for name in known if name in captured_names)
         return ActivationTaps(names, changed) if names or changed else None
 
     def named(self, captured: Mapping[str, Array], order: Sequence[str]) -> dict[str, Array]:

@@ -151,7 +151,7 @@ def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str
     Returns:
         False if there is no room for all: others of the same file would be evicted.
     """
-    blocks, room = engine.scheduler.blocks, True
+    blocks, fits = engine.scheduler.blocks, True
     contents: dict[str, dict[int, bytes]] = {}
     taken: list[tuple[SavedBlock, int]] = []
     for one in listed:
@@ -160,12 +160,12 @@ def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str
         pool, before = pool_of(blocks, one.group), entered.get(one.group, 0)
         block = pool.allocate() if pool.available > before else None
         if block is None:
-            room = False
+            fits = False
             break
         taken.append((one, block))
         contents.setdefault(one.group, {})[block] = one.content
     if not taken:
-        return room
+        return fits
     try:
         scatter(engine.runner, contents)
     except BaseException:
@@ -175,7 +175,7 @@ def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str
     for one, block in taken:
         enter(blocks, one.group, block, one.before, one.tokens)
         entered[one.group] = entered.get(one.group, 0) + 1
-    return room
+    return fits
 
 
 def _is_cached(blocks: BlockManager, one: SavedBlock) -> bool:
@@ -205,8 +205,8 @@ def save_cache(session: Session, path: str | Path, slot: int | None = None) -> S
         slot: only what there is of the sequence that had this slot last; None: all.
     """
     engine, path = _ready(session), Path(path).expanduser()
-    wanted = all_blocks if slot is None else partial(blocks_of_slot, slot=slot)
-    listed: list[CachedBlock] = session.thread.run(wanted)
+    list_blocks = all_blocks if slot is None else partial(blocks_of_slot, slot=slot)
+    listed: list[CachedBlock] = session.thread.run(list_blocks)
     blocks = _BlocksSeen(_read(session, listed))
     try:
         nbytes = write_cache_file(path, _identity(engine), blocks)

@@ -118,29 +118,28 @@ class Session:
         first: Callable[[Session], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
-        cores = isinstance(threads, int) and not isinstance(threads, bool)
-        if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
         note_model_opened()
         # Environment variables with unknown values are refused before anything is read.
         disabled_kernels()
         requested_backend()
         refuse_on_worker()
-        shelf = use_persistent_cache()
+        program_cache = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
         lift_limit = (lambda: None) if threads is None else limit_threads(threads)
         self._lift = weakref.finalize(self, lift_limit)
         start()
         self.source, self.overrides, self.changing = source, overrides, threading.Lock()
         opened = open_model(source, overrides)
-        asked = open_drafts(opened, source, overrides)
-        self.opened = opened = opened if asked is None else asked.opened
+        drafters = open_drafts(opened, source, overrides)
+        self.opened = opened = opened if drafters is None else drafters.opened
         self._forget = weakref.finalize(self, forget_tokenizer, opened.tokenizer)
-        self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf)
+        self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), program_cache)
         self.adapters = Adapters.of(opened)
         plan = self.plan(opened)
-        self.engine = build_engine(opened, self.adapters.room_in(plan.model), shelf)
-        drafts = None if asked is None else asked.drafts(self.engine)
+        self.engine = build_engine(opened, self.adapters.room_in(plan.model), program_cache)
+        drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self.family, self.stored_as = family(opened), stored_as(opened)
@@ -216,7 +215,7 @@ class Session:
         return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens that a sequence can have: the context, or less if the KV cache is smaller."""
         pools = self.engine.scheduler.blocks.pools.values()
         counts = [pool.count * BLOCK for pool in pools if pool.window is None]
@@ -233,12 +232,12 @@ class Session:
 
     def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
-        asked = parse_prompt(given)
-        if isinstance(asked, str):
-            return self.tokenizer.encode(asked, parse_special=special is not False)
-        if is_conversation(asked):
-            return self.encode_chat(asked, special=bool(special))
-        ids = cast("list[int]", asked)
+        prompt = parse_prompt(given)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, parse_special=special is not False)
+        if is_conversation(prompt):
+            return self.encode_chat(prompt, special=bool(special))
+        ids = cast("list[int]", prompt)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
@@ -333,8 +332,8 @@ class Session:
             )
         if sampling.stop and self.opened.tokenizer is None:
             raise RequestError("stop texts need a tokenizer; use stop_token_ids")
-        most = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
-        limit = min(most, context)
+        end = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
+        limit = min(end, context)
         activations = request_activations(self.engine, sampling, len(ids), limit)
         request = Request(
             next(self._ids),

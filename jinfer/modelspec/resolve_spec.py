@@ -408,8 +408,8 @@ def matches(
     check_match(table, path)
     if format == "llama2c":
         return bool(table.get("llama2c", False))
-    wanted = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
-    if architectures.isdisjoint(wanted):
+    names = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
+    if architectures.isdisjoint(names):
         return False
     if "when" not in table:
         return True

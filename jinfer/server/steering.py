@@ -36,7 +36,7 @@ async def keep_steering(call: RequestContext[KeepSteering]) -> HttpResponse:
     async with call.service.models.use(body.model) as hosted:
         vectors = await call.service.in_thread(_vectors, body, hosted)
         steering = hosted.session.steering
-        steering.most = call.service.settings.inspection_bytes
+        steering.max_bytes = call.service.settings.inspection_bytes
         try:
             steering.keep(body.name, vectors)
         except RequestError as error:

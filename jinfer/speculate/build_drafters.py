@@ -94,15 +94,15 @@ def open_drafters(
         SpecError: a draft that does not fit the model.
         SourceError, CheckpointError, TokenizerError: a draft that cannot be opened.
     """
-    spec, asked = opened.spec, opened.spec.speculation
-    for i, entry in enumerate(asked.draft):
+    spec, speculation = opened.spec, opened.spec.speculation
+    for i, entry in enumerate(speculation.draft):
         if wrong := draft_source(entry).check(entry):
-            key = KEY if len(asked.draft) == 1 else f"{KEY}[{i}]"
+            key = KEY if len(speculation.draft) == 1 else f"{KEY}[{i}]"
             raise SpecError(spec.path, f"{key}.{wrong[0]}", wrong[1])
     if spec.decoder is None:
-        return OpenedDrafters(opened, opened, (None,) * len(asked.draft))
+        return OpenedDrafters(opened, opened, (None,) * len(speculation.draft))
     models: list[Opened | None] = []
-    for entry in asked.draft:
+    for entry in speculation.draft:
         open_ = draft_source(entry).open
         models.append(None if open_ is None else open_(opened, entry, (source, overrides)))
     for model in models:
@@ -111,14 +111,14 @@ def open_drafters(
             reason = f"{name} of the head has a state, which it cannot draft with; take another"
             raise SpecError(spec.path, KEY, reason)
     tapped, heads = opened, list[str]()
-    for entry, model in zip(asked.draft, models, strict=True):
+    for entry, model in zip(speculation.draft, models, strict=True):
         if model is None or model.spec.follows is None:
             continue
         heads.append(entry.source or "")
         if len(heads) > 1:
             reason = f"{heads[0]} and {heads[1]} are heads, but one can follow the model; leave one"
             raise SpecError(spec.path, KEY, reason)
-        if asked.expansion:
+        if speculation.expansion:
             reason = (
                 "is for draft models; a head drafts a chain, with one alternative to each token"
             )
@@ -145,8 +145,8 @@ _MOST = 4 * _CALLS  # calls, at most
 class _Any(Drafter):
     """Drafts the same token again and again."""
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        return [TokenTree.chain([0] * levels, "any") for _, levels in asked]
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        return [TokenTree.chain([0] * levels, "any") for _, levels in requests]
 
 
 def calibrate_costs(engine: Engine, control: DraftLength) -> None:
@@ -155,8 +155,8 @@ def calibrate_costs(engine: Engine, control: DraftLength) -> None:
     Does nothing for models with an encoder, and for contexts too short for drafts.
     """
     sizes, slots = batch_sizes(engine.runner), engine.runner.programs.sizes.slots
-    most = engine.runner.programs.sizes.context - _PROMPT - 1
-    if engine.runner.model.has_cross_attention or most < 2 * sizes[-1]:
+    max_tokens = engine.runner.programs.sizes.context - _PROMPT - 1
+    if engine.runner.model.has_cross_attention or max_tokens < 2 * sizes[-1]:
         return
     speculator = engine.speculator
     try:

@@ -113,8 +113,8 @@ class DraftLength:
             probing: verify at least a small batch, even if its estimated value is low.
         """
         if self.nodes is not None:
-            most = min(self.nodes - 1, max(0, (sizes[-1] - sequences) // max(1, len(trees))))
-            return [tree.subtree(self._best([tree], most)[0]) for tree in trees]
+            limit = min(self.nodes - 1, max(0, (sizes[-1] - sequences) // max(1, len(trees))))
+            return [tree.subtree(self._best([tree], limit)[0]) for tree in trees]
         size = self.best_size(trees, sequences, sizes)
         if size is None and probing:
             size = next(size for size in sizes if size > sequences)
@@ -170,7 +170,7 @@ class DraftLength:
                 best, depth = rate, level
         return depth
 
-    def _best(self, trees: Sequence[TokenTree], most: int) -> list[list[int]]:
+    def _best(self, trees: Sequence[TokenTree], limit: int) -> list[list[int]]:
         """The likeliest nodes over all trees, by tree, likeliest first."""
         ranked = sorted(
             (-value, node, index)
@@ -178,7 +178,7 @@ class DraftLength:
             for node, value in enumerate(self.values(tree))
         )
         chosen: list[list[int]] = [[] for _ in trees]
-        for _, node, index in ranked[:most]:
+        for _, node, index in ranked[:limit]:
             chosen[index].append(node)
         return chosen
 
@@ -224,9 +224,9 @@ class Backoff:
         self.probing = self._rest == 0
         return True
 
-    def steps(self, most: int) -> int:
+    def steps(self, limit: int) -> int:
         """Steps of a call without drafts: few if the last calls had drafts."""
-        return most if self._rest else min(most, 1 << self._missed)
+        return limit if self._rest else min(limit, 1 << self._missed)
 
     def watches(self, *, new: bool) -> bool:
         """During a rest: whether to observe now which drafts would have been accepted.

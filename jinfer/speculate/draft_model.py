@@ -77,12 +77,12 @@ class DraftModel(Drafter):
     first: ClassVar[int] = 0  # index of the first token of a sequence that it reads
     kinds: ClassVar[tuple[StepKind, StepKind]] = "logits", "propose"  # of a prefill and of a draft
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        most = len(self.expansion) or MAX_STEPS
-        wanted = {s.slot: (s, min(most, levels)) for s, levels in asked if levels > 0}
-        ready = [(s, levels) for s, levels in wanted.values() if self._catch_up(s)]
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        limit = len(self.expansion) or MAX_STEPS
+        by_slot = {s.slot: (s, min(limit, levels)) for s, levels in requests if levels > 0}
+        ready = [(s, levels) for s, levels in by_slot.values() if self._catch_up(s)]
         if not ready:
-            return [TokenTree() for _ in asked]
+            return [TokenTree() for _ in requests]
         begun, deepest = time.perf_counter(), max(levels for _, levels in ready)
         self._branch([s for s, _ in ready])
         tokens = self._run([s for s, _ in ready], deepest)
@@ -95,7 +95,7 @@ class DraftModel(Drafter):
             trees[sequence.slot] = grown.tree()
         self._took.add((time.perf_counter() - begun) / deepest)
         self.seconds_per_level = self._took.value
-        return [trees.get(sequence.slot, TokenTree()) for sequence, _ in asked]
+        return [trees.get(sequence.slot, TokenTree()) for sequence, _ in requests]
 
     def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
         """The tokens in the KV cache after a chain was drafted; in a state, those before it."""
@@ -264,9 +264,9 @@ class _TreeBuilder:
         return TokenTree(tokens, tuple(parents), (self.source,) * len(tokens))
 
 
-def _common(before: Sequence[int], known: Sequence[int], most: int) -> int:
-    """Number of computed tokens that are still valid, at most `most`."""
-    least = min(len(before), most)
+def _common(before: Sequence[int], known: Sequence[int], limit: int) -> int:
+    """Number of computed tokens that are still valid, at most `limit`."""
+    least = min(len(before), limit)
     if list(before[:least]) == list(known[:least]):
         return least
     return next(i for i in range(least) if before[i] != known[i])

@@ -27,11 +27,11 @@ class Drafter:
     name: str = ""
     seconds_per_level: float = 0.0
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """Drafts a tree for each sequence; an empty one if it has no proposal.
 
         Args:
-            asked: sequences, and the maximum depth of each one's tree.
+            requests: sequences, and the maximum depth of each one's tree.
         """
         raise NotImplementedError
 

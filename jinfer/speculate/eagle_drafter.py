@@ -96,8 +96,8 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
         raise SpecError(opened.spec.path, "speculation.draft", reason)
     layers = target_layers(follows, len(decoder.layers))
     if layers is None:
-        wanted = ", ".join(map(str, follows.layers))
-        reason = f"{source} follows layers {wanted}, but the model has {len(decoder.layers)}"
+        layer_names = ", ".join(map(str, follows.layers))
+        reason = f"{source} follows layers {layer_names}, but the model has {len(decoder.layers)}"
         raise SpecError(opened.spec.path, "speculation.draft", reason)
     hidden = opened.spec.dims.get("hidden", 0)
     if len(layers) * hidden != follows.width:
@@ -189,8 +189,8 @@ def _ruled(spec: ModelSpec, part: AbstractModel) -> ModelSpec:
 
 def _only(model: AbstractModel, names: Iterable[str]) -> AbstractModel:
     """The model with only some of its parameters."""
-    wanted = set(names)
-    places = [place for place, name in enumerate(model.names) if name in wanted]
+    layer_names = set(names)
+    places = [place for place, name in enumerate(model.names) if name in layer_names]
     parts: dict[str, Any] = {
         key: tuple(getattr(model, key)[place] for place in places)
         for key in ("names", "parameters", "axes", "roles")

@@ -261,7 +261,7 @@ class SpeculativeDecoder:
         self.engine.runner.set_cache(cache, state)
         call = CallInFlight(output, tuple(enumerate(decoding)), size, begun)
         self.engine.record_in_flight(call)
-        self._calls[decoding[0].slot % self.engine.scheduler.lanes] = (call, size)
+        self._calls[decoding[0].slot % self.engine.scheduler.micro_batches] = (call, size)
 
     def _branches(
         self,
@@ -297,9 +297,9 @@ class SpeculativeDecoder:
     def observe(
         self, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
     ) -> list[str]:
-        lane = sequence.slot % self.engine.scheduler.lanes
-        if lane in self._calls and self._calls[lane][0] is launched:
-            size = self._calls.pop(lane)[1]
+        micro_batch = sequence.slot % self.engine.scheduler.micro_batches
+        if micro_batch in self._calls and self._calls[micro_batch][0] is launched:
+            size = self._calls.pop(micro_batch)[1]
             if size in self._run:  # a program's first call takes longer
                 self.draft_length.costs.setdefault(size, RunningMean(0.0)).add(
                     self.engine.call_seconds

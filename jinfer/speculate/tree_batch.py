@@ -107,12 +107,14 @@ class TreeLayout:
         """
         copies = None
         if self.branched:
-            most = PLACES_PER_TOKEN * size
+            places_in_all = PLACES_PER_TOKEN * size
             copies = TreeCopies(
-                padded(self.sources, most, 0),
-                padded(self.place_rows, most, -1),
-                padded(self.place_positions, most, 0),
-                padded([self.places[node] for node in range(len(self.tokens))], size, most - 1),
+                padded(self.sources, places_in_all, 0),
+                padded(self.place_rows, places_in_all, -1),
+                padded(self.place_positions, places_in_all, 0),
+                padded(
+                    [self.places[node] for node in range(len(self.tokens))], size, places_in_all - 1
+                ),
             )
         return Nodes(
             padded(self.tokens, size, 0),

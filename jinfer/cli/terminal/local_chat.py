@@ -40,7 +40,7 @@ class LocalChat(chat_loop.ChatSession):
         """Answers a message."""
         params = self.params()
         asked: Message = {"role": "user", "content": message}
-        room = self.llm.session.room
+        room = self.llm.session.capacity
         ids, kept = drop_oldest_turns(
             self.llm.encode_chat, [*self.answered_messages(), asked], room, params.max_tokens
         )
@@ -73,8 +73,9 @@ class LocalChat(chat_loop.ChatSession):
         """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
+        capacity = self.llm.session.capacity
         return [
-            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.session.room} tokens",
+            f"{plural(len(self.messages), 'message')}, {used} of {capacity} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]

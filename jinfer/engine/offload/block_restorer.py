@@ -39,7 +39,7 @@ class _Fetch:
     Attributes:
         needed: all blocks of the prefix.
         waiting: those that have not been asked for.
-        asked: those that have, in order.
+        requested: those that have, in order.
         progress: when the last one came, or the first one was asked for, in seconds of
             `time.monotonic`.
     """
@@ -47,7 +47,7 @@ class _Fetch:
     sequence: RunningSequence
     needed: list[PrefixBlock]
     waiting: deque[PrefixBlock]
-    asked: deque[tuple[PrefixBlock, Future[bytes | None]]] = field(default_factory=deque)
+    requested: deque[tuple[PrefixBlock, Future[bytes | None]]] = field(default_factory=deque)
     progress: float = 0.0
 
 
@@ -108,15 +108,15 @@ class BlockRestorer:
             fetch = self._fetches[0]
             self._ask(fetch)
             come = list[tuple[PrefixBlock, bytes | None]]()
-            while len(come) < BATCH and fetch.asked and fetch.asked[0][1].done():
-                one, future = fetch.asked.popleft()
+            while len(come) < BATCH and fetch.requested and fetch.requested[0][1].done():
+                one, future = fetch.requested.popleft()
                 come.append((one, future.result()))
             if come:
                 fetch.progress = time.monotonic()
                 whole = self._write(fetch, come)
-                if whole and (fetch.waiting or fetch.asked):
+                if whole and (fetch.waiting or fetch.requested):
                     return
-            elif fetch.asked:
+            elif fetch.requested:
                 if time.monotonic() < fetch.progress + _PATIENCE:
                     return
                 _log.warning("offloaded blocks do not come; their prompt is computed")
@@ -126,17 +126,17 @@ class BlockRestorer:
         """Waits a moment for the next block; called where there is nothing else to do."""
         if self._scan is not None and not self._scan.done():
             wait([self._scan], timeout=_PAUSE)
-        elif self._fetches and self._fetches[0].asked:
-            wait([self._fetches[0].asked[0][1]], timeout=_PAUSE)
+        elif self._fetches and self._fetches[0].requested:
+            wait([self._fetches[0].requested[0][1]], timeout=_PAUSE)
 
     def _ask(self, fetch: _Fetch) -> None:
         """Has the next blocks read that the device lacks."""
-        while fetch.waiting and len(fetch.asked) < _AHEAD:
+        while fetch.waiting and len(fetch.requested) < _AHEAD:
             one = fetch.waiting.popleft()
             if self._on_device(one) is None:
-                if not fetch.asked:
+                if not fetch.requested:
                     fetch.progress = time.monotonic()
-                fetch.asked.append((one, self._read(one)))
+                fetch.requested.append((one, self._read(one)))
 
     def _read(self, one: PrefixBlock) -> Future[bytes | None]:
         key, stores = block_key(one.group, one.digest), self._stores
@@ -158,18 +158,18 @@ class BlockRestorer:
         """
         contents: dict[str, dict[int, bytes]] = {}
         taken: list[tuple[PrefixBlock, int]] = []
-        room = {group: self._room(fetch, group) for group in {one.group for one, _ in come}}
+        capacity = {group: self._room(fetch, group) for group in {one.group for one, _ in come}}
         whole = True
         for one, content in come:
             if self._on_device(one) is not None:
                 continue
             pool = pool_of(self._blocks, one.group)
-            block = pool.allocate() if content is not None and room[one.group] > 0 else None
+            block = pool.allocate() if content is not None and capacity[one.group] > 0 else None
             if block is None or content is None:
                 self._stores.counts.lost += content is None
                 whole = False
                 break
-            room[one.group] -= 1
+            capacity[one.group] -= 1
             taken.append((one, block))
             contents.setdefault(one.group, {})[block] = content
         if not taken:
@@ -200,7 +200,7 @@ class BlockRestorer:
 
     def _end(self, fetch: _Fetch) -> None:
         """Ends a fetch; its prompt can be admitted. The prefix stays cached longest."""
-        for _, future in fetch.asked:
+        for _, future in fetch.requested:
             future.cancel()
         self._fetches.remove(fetch)
         for one in reversed(fetch.needed):

@@ -54,14 +54,14 @@ class BlockSaver:
     """Saves the blocks of an engine. All methods are called on the engine's thread."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, stores: Stores, most: int
+        self, runner: ModelRunner, scheduler: Scheduler, stores: Stores, max_bytes: int
     ) -> None:
         """Listens to the engine's block pools.
 
         Args:
-            most: bytes on their way to a store at a time, at most.
+            max_bytes: bytes on their way to a store at a time, at most.
         """
-        self._runner, self._stores, self._most = runner, stores, most
+        self._runner, self._stores, self._most = runner, stores, max_bytes
         self._blocks = scheduler.blocks
         self._complete: dict[tuple[str, bytes], int] = {}
         self._evicted: list[_Block] = []
@@ -113,8 +113,8 @@ class BlockSaver:
         ]
         self._complete.clear()
         if self._stores.disk is not None:
-            wanted = [one for one in left if self._wanted_on_disk(one.key)]
-            for one in self._save(wanted, evicted=False):
+            missing = [one for one in left if self._wanted_on_disk(one.key)]
+            for one in self._save(missing, evicted=False):
                 self._complete[one.group, one.digest] = one.block
 
     def _wanted_on_disk(self, key: str) -> bool:

@@ -48,8 +48,8 @@ def make_driver(request: Request, rank: int) -> SearchDriver | None:
 
         ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
         every = ends | set(sampling.stop_token_ids)
-        most = request.limit - len(request.prompt)
+        max_tokens = request.limit - len(request.prompt)
         early = sampling.early_stopping
-        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, max_tokens)
         return BeamSearch(start, rank)
     return None

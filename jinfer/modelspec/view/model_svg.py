@@ -295,8 +295,8 @@ _NAMES = {
 def block_label(block: Block) -> list[str]:
     """A few short lines: the kind, the sizes, and fields that differ from the defaults."""
     name = _NAMES.get(block.kind, block.kind.replace("_", " "))
-    sizes, said = _sizes(block)
-    extras = [text for field in fields(block) if (text := _extra(block, field, said))]
+    sizes, shown = _sizes(block)
+    extras = [text for field in fields(block) if (text := _extra(block, field, shown))]
     return [shortened(line) for line in (name, *sizes, *_packed(extras))]
 
 
@@ -325,15 +325,15 @@ def _sizes(block: Any) -> tuple[list[str], set[str]]:
             lines = [heads, *(shared if block.kv_heads != block.heads else [])]
             return lines, {"inputs", "heads", "kv_heads", "head_dim"}
         case attention_blocks.CrossAttentionSpec():
-            said = {"inputs", "heads", "head_dim", "encoded"}
-            return [f"{block.heads} heads of {block.head_dim}"], said
+            shown = {"inputs", "heads", "head_dim", "encoded"}
+            return [f"{block.heads} heads of {block.head_dim}"], shown
         case attention_blocks.LatentAttentionSpec():
             lines = [f"{block.heads} heads, latent {block.latent_rank}"]
             lines.append(f"dims {block.nope_dim} + {block.rope_dim}, values {block.value_dim}")
             return lines, {"inputs", "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim"}
         case feed_forward_blocks.MLPSpec() | feed_forward_blocks.GatedMLPSpec():
-            said = {"inputs", "width", "activation"}
-            return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], said
+            shown = {"inputs", "width", "activation"}
+            return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], shown
         case feed_forward_blocks.MoESpec():
             lines = [f"{block.top_k} of {block.experts} experts"]
             lines.append(f"{block.inputs} → {block.width} → {block.inputs}, {block.activation}")
