@@ -95,7 +95,7 @@ def cache_blocks(
         else:
             free = free_memory() if free is None else free
             fits = int(SHARE * max(0, free - used) - fixed) // each
-            group_blocks = max(whole + 1, min(window_blocks, fits))
+            group_blocks = max(whole + 1, min(group_blocks, fits))
         blocks |= dict.fromkeys((group for group in windows if group not in blocks), group_blocks)
     return blocks
 
