@@ -20,6 +20,7 @@ from jinfer.modelspec.toml_tables import (
 )
 from jinfer.runtime.source_files import content_of
 
+MODELS = "models"  # name of the file that has several models
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.
 MAX_PARTS = 2000**2
@@ -35,8 +36,32 @@ def specs_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "specs"
 
 
+def model_specs(folder: Path | None = None) -> dict[str, Path]:
+    """The models of a folder of specifications by name; None: the bundled ones.
+
+    A model is a file, `NAME.toml`, or a table of `models.toml`, of which the path is `NAME.toml`
+    as well: `read_toml` reads it.
+    """
+    folder = folder or specs_folder()
+    files = {path.stem for path in folder.glob("*.toml")} - {MODELS}
+    return {name: folder / f"{name}.toml" for name in sorted(files | _model_tables(folder).keys())}
+
+
+def is_model_table(path: Path) -> bool:
+    """Whether a path is that of a table of the bundled `models.toml`."""
+    return path.parent == specs_folder() and path.stem in _model_tables(path.parent)
+
+
+def _model_tables(folder: Path) -> Table:
+    path = folder / f"{MODELS}.toml"
+    return _parsed(path, _content(path)) if path_exists(path) else {}
+
+
 def read_toml(path: Path) -> Table:
-    """Reads a TOML file. Raises `SpecError`."""
+    """Read a TOML file, or a model's table of the bundled `models.toml`. Raises `SpecError`."""
+    if is_model_table(path) and not path_exists(path):
+        table: Table = _model_tables(path.parent)[path.stem]
+        return table
     return _parsed(path, _content(path))
 
 

@@ -12,7 +12,13 @@ from typing import Any
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import read_toml, specs_folder, with_families
+from jinfer.modelspec.spec_files import (
+    families,
+    model_specs,
+    read_toml,
+    specs_folder,
+    with_families,
+)
 from jinfer.modelspec.toml_tables import check_parameters
 from jinfer.opening.local_weights import is_here
 from jinfer.opening.sources import SourceError
@@ -64,10 +70,10 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
     Raises:
         SpecError: a specification is wrong.
     """
-    for path in sorted((folder or specs_folder()).glob("*.toml")):
+    for name, path in model_specs(folder).items():
         table = read_toml(path)
         family = str(table.get("family", "-")).removesuffix(".toml")
-        if not any(_fits(name, text) for name in (path.stem, family)):
+        if not any(_fits(known, text) for known in (name, family)):
             continue
         tables = with_families(table, path)
         stacks = {stack for each in tables for stack in STACKS if stack in each}
@@ -79,7 +85,7 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
         elif (spec := _resolved(path)) is not None:
             sizes = sizes_of(spec)
         yield Entry(
-            name=path.stem,
+            name=name,
             family=family,
             type=kind if len(stacks) > 1 else f"{kind}-only",
             parameters=sizes.parameters if sizes else None,
@@ -126,7 +132,7 @@ def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -
     """
     found = list(entries(folder, text))
     if not found:
-        near = get_close_matches(text, [path.stem for path in specs_folder().glob("**/*.toml")], 1)
+        near = get_close_matches(text, [*model_specs(), *families()], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise SpecError(repr(text), "", f"fits the name of no model or family{hint}")
     if memory:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from jinfer.modelspec.spec_files import specs_folder
+from jinfer.modelspec.spec_files import model_specs
 from jinfer.opening.source_errors import SourceError
 from jinfer.opening.sources import names_in
 
@@ -35,7 +35,7 @@ def full_source(source: str | Path, base: Path) -> str:
     source = str(source)
     if "://" in source or _exists(source, base):
         return source
-    known = {path.stem: path for path in specs_folder().glob("*.toml")}
+    known = model_specs()
     if source in known:
         return str(known[source])
     repository = _REPOSITORY.fullmatch(source)

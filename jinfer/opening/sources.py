@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from jinfer.guard.safe_files import dangling_link
+from jinfer.modelspec.spec_files import is_model_table
 from jinfer.opening.hub import fetched, snapshot
 from jinfer.opening.source_errors import SourceError as SourceError
 
@@ -50,7 +51,7 @@ def _locate(source: str, beside: Path) -> Path:
         )
     path = Path(source).expanduser()
     path = path if path.is_absolute() else beside / path
-    if not path.exists():
+    if not path.exists() and not is_model_table(path):
         near = get_close_matches(path.name, names_in(path.parent), 1)
         hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
         reason = dangling_link(path) or f"there is no such file or folder{hint}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.modelspec.spec_files import specs_folder
+from jinfer.modelspec.spec_files import model_specs, specs_folder
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_name import full_source
 from jinfer.opening.sources import SourceError, locate
@@ -14,8 +14,9 @@ DEMO = "smollm2_135m_instruct"
 
 
 def test_names_of_the_catalogue(tmp_path: Path) -> None:
-    for path in specs_folder().glob("*.toml"):
-        assert full_source(path.stem, tmp_path) == str(path)
+    for name, path in model_specs().items():
+        assert full_source(name, tmp_path) == str(path)
+        assert locate(str(path), tmp_path) == path
 
 
 @pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-0.6B", "a/b@v1.0", "a-b_c/d.e-f"])
