@@ -39,8 +39,6 @@ from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.quantized_cache import entry_key
 
 if TYPE_CHECKING:
-    from jinfer.distributed.distributed_programs import DistributedPrograms
-    from jinfer.parallel.pipeline_programs import PipelinePrograms
     from jinfer.speculate.build_drafters import OpenedDrafters
 
 _SMALL_WEIGHTS = 1 << 30  # bytes
@@ -73,7 +71,7 @@ def build_engine(
         programs = _on_one_device(opened, model, program_cache)
     else:
         programs = _in_stages(opened, model)
-    lanes: Any = getattr(programs, "lanes", None)
+    pipeline: Any = programs.pipeline
     blocks = programs.sizes.blocks
     windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g not in (ENCODER, STATE)}
@@ -87,7 +85,7 @@ def build_engine(
         mixed,
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
-        1 if lanes is None else lanes.count,
+        1 if pipeline is None else pipeline.lanes.count,
     )
     return Engine(runner=ModelRunner(programs=programs), scheduler=scheduler)
 
@@ -117,10 +115,9 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     Raises:
         SpecError: a store cannot be had.
     """
-    programs: Any = engine.runner.programs
+    pipeline: Any = engine.runner.programs.pipeline
     start_offload(engine, plan)
-    stages = getattr(programs, "stages", None)
-    if stages is None:
+    if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
             engine.runner.model
@@ -129,9 +126,9 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
         return
     from jinfer.parallel.sharded_loading import load_stages
 
-    if progress and programs.memory:
-        line(str(programs.memory))
-    engine.runner.leaves = load_stages(plan, stages, progress=progress)
+    if progress and pipeline.memory:
+        line(pipeline.memory)
+    engine.runner.leaves = load_stages(plan, pipeline.stages, progress=progress)
 
 
 def empty_adapters(model: AbstractModel) -> dict[str, Any]:
@@ -150,15 +147,15 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
         values: name of each parameter -> its values in NumPy, stored as it is; of a model on
             several devices none of a quantized one.
     """
-    programs: Any = engine.runner.programs
-    if (stages := getattr(programs, "stages", None)) is None:
+    pipeline: Any = engine.runner.programs.pipeline
+    if pipeline is None:
         changed = {name: jax.device_put(each) for name, each in values.items()}
         known = zip(engine.runner.model.names, engine.runner.parameters, strict=True)
         engine.runner.parameters = tuple(changed.get(name, old) for name, old in known)
         return
     from jinfer.parallel.sharded_loading import replaced_leaves
 
-    engine.runner.leaves = replaced_leaves(stages, engine.runner.leaves, values)
+    engine.runner.leaves = replaced_leaves(pipeline.stages, engine.runner.leaves, values)
 
 
 def _on_one_device(
@@ -174,12 +171,12 @@ def _on_one_device(
     return CompiledPrograms(model, _sizes(opened, model, blocks), program_cache)
 
 
-def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
+def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.parallel.auto_plan import resolve_auto
     from jinfer.parallel.memory_plan import memory_planner
     from jinfer.parallel.microbatches import MicroBatches
-    from jinfer.parallel.pipeline_programs import PipelinePrograms
+    from jinfer.parallel.pipeline import Pipeline
     from jinfer.parallel.placement import ModelToPlace, free_memory_of, make_stages, partition_plan
 
     dtype = np.dtype(opened.dtype)
@@ -189,17 +186,19 @@ def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
     memory = memory_planner(plan, whole, free_memory_of(plan, spec)).asked()
     if memory.problem:
         raise SpecError(spec.path, "partition", memory.problem)
-    return PipelinePrograms(
+    sizes = _sizes(opened, model, dict(memory.blocks.total))
+    pipeline = Pipeline(
         model=model,
-        sizes=_sizes(opened, model, dict(memory.blocks.total)),
+        sizes=sizes,
         stages=make_stages(plan, whole),
         lanes=MicroBatches(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
         memory=f"{why}\n\n{memory}" if why else str(memory),
     )
+    return CompiledPrograms(model, sizes, pipeline=pipeline)
 
 
-def _in_processes(opened: Opened, model: AbstractModel) -> DistributedPrograms:
+def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     from jinfer.distributed.build_programs import build_distributed_programs
 
     group = current_group()
@@ -318,6 +317,7 @@ def offload_refusal(engine: Engine) -> str:
     """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
     if current_group() is not None:
         return "with several processes, each of which has a part of the cache; leave it out"
-    if getattr(engine.runner.programs, "hosted", None):
+    pipeline = engine.runner.programs.pipeline
+    if pipeline is not None and pipeline.hosted:
         return "with partition.host_kv_cache; leave one of them out"
     return ""

@@ -255,7 +255,7 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         fit = steps_that_fit(self.step_seconds, self.contended)
-        steps = min(self.runner.programs.most_steps, fit)
+        steps = min(self.runner.programs.max_steps, fit)
         return self.scheduler.plan(self.speculator.max_steps(steps) if self.speculator else steps)
 
     def _collect_masks(self) -> list[Token | Failed]:

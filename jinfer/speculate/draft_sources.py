@@ -25,7 +25,7 @@ from jinfer.speculate.draft_model import DraftModel, draft_programs
 from jinfer.speculate.drafter import DraftContext, Drafter
 from jinfer.speculate.eagle_drafter import EagleDrafter, eagle_weights
 from jinfer.speculate.open_draft_model import KEY, ModelSource, open_draft_model, open_own_head
-from jinfer.speculate.other_device import OtherDevicePrograms
+from jinfer.speculate.other_device import put_on
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.suffix_tree import SuffixDrafter
 from jinfer.weights import load_weights
@@ -124,7 +124,7 @@ def model_drafter(context: DraftContext) -> DraftModel:
 
 def _load(plan: WeightPlan, programs: CompiledPrograms, progress: bool) -> tuple[Any, ...]:
     """The weights of a draft model, on its device."""
-    put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
+    put = on_device if programs.device is None else put_on(programs.device)
     return load_weights.load(plan, put, progress=progress)
 
 

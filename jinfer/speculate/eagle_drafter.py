@@ -26,7 +26,7 @@ from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.other_device import OtherDevicePrograms
+from jinfer.speculate.other_device import put_on
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.weights.tensor_mapping import by_name
@@ -68,9 +68,9 @@ class EagleDrafter(DraftModel):
         program = target.programs.get(StepKey("gather_taps", len(rows)))
         arguments = (rows, positions, target.slot_tables(self.scheduler.running))
         vectors = program(target.programs.hidden_taps(target.cache), *arguments)
-        if isinstance(self.runner.programs, OtherDevicePrograms):
-            return jax.device_put(vectors, self.runner.programs.device)
-        return vectors
+        if self.runner.programs.device is None:
+            return vectors
+        return jax.device_put(vectors, self.runner.programs.device)
 
     def announce(self) -> list[Future[Program]]:
         keys = [*self._step_keys()]
@@ -124,9 +124,10 @@ class EagleWeights:
 
     def load(self, target: ModelRunner, programs: Any, progress: bool) -> tuple[Any, ...]:
         """Loads all parameters; on the target's device the shared ones are the target's arrays."""
-        if isinstance(programs, OtherDevicePrograms):
-            loaded = load(self.own, programs.place, progress=progress)
-            known: tuple[Any, ...] = load(self.shared, programs.place, progress=progress)
+        if programs.device is not None:
+            put = put_on(programs.device)
+            loaded = load(self.own, put, progress=progress)
+            known: tuple[Any, ...] = load(self.shared, put, progress=progress)
         else:
             loaded = load(self.own, progress=progress)
             every = dict(zip(target.model.names, target.parameters, strict=True))
