@@ -51,7 +51,7 @@ def forward_results(
         if want not in {"hidden", *spec.stacks[0].head.results}:
             raise RequestError(f"the model has no head that gives {want}")
         types = token_types(texts, token_type_ids, spec.dims.get("types"))
-        job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
+        job = lambda engine: encode(engine.runner, texts, types, cast("Want", want))  # noqa: E731
         arrays = session.thread.run(job)
         return [array[-1] for array in arrays] if last else arrays
     if want == "pooled":

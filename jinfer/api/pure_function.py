@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jinfer.api.activation_checks import traced_edits
 from jinfer.api.activation_names import matching
+from jinfer.api.activation_tracing import traced_edits
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.edit_tables import edit_tables, taps_of

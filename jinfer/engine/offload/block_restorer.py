@@ -22,8 +22,8 @@ from jinfer.ops.attention.block_rows import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 if TYPE_CHECKING:
+    from jinfer.engine.runner.model_runner import ModelRunner
     from jinfer.engine.scheduling.scheduler import Scheduler
-    from jinfer.runner.model_runner import ModelRunner
 
 _AHEAD = 2 * BATCH  # blocks that are read before they are written to the device
 _READERS = 2

@@ -31,8 +31,8 @@ from jinfer.ops.attention.block_rows import row_groups
 from jinfer.ops.attention.kv_cache import STATE
 
 if TYPE_CHECKING:
+    from jinfer.engine.runner.model_runner import ModelRunner
     from jinfer.engine.scheduling.scheduler import Scheduler
-    from jinfer.runner.model_runner import ModelRunner
 
 _LAST_SECONDS = 20.0  # that an engine takes for saving what is left when it is closed
 _log = logging.getLogger("jinfer")

@@ -19,8 +19,8 @@ from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.version import __version__
 
 if TYPE_CHECKING:
+    from jinfer.engine.runner.model_runner import ModelRunner
     from jinfer.engine.scheduling.scheduler import Scheduler
-    from jinfer.runner.model_runner import ModelRunner
 
 _UNDER_WAY = 256 << 20  # bytes on their way to a store, at most
 _SHARE = 4  # of host memory's bytes, at most this part of them
