@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
     from jinfer.engine.requests import EngineError, NotFiniteError, RequestError
+    from jinfer.loader.adapters.control_vectors import read_control_vector
     from jinfer.sampling.activation_edits import Edit, Steer
     from jinfer.sampling.sampling_params import SamplingParams
-    from jinfer.weights.control_vectors import read_control_vector
 
     __version__: str
 
@@ -32,7 +32,7 @@ _HOMES = {
     "TokenLogprob": "jinfer.engine.output.completion",
     "Usage": "jinfer.engine.output.completion",
     "__version__": "jinfer.version",
-    "read_control_vector": "jinfer.weights.control_vectors",
+    "read_control_vector": "jinfer.loader.adapters.control_vectors",
 }
 
 __all__ = [

@@ -26,8 +26,8 @@ from jax import Array, lax
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
 from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
 from kernels_pallas import (

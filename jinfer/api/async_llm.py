@@ -26,9 +26,9 @@ from jinfer.engine.output.completion import (
     completion,
 )
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import ChatKeywords, completing
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.template.chat_prompt import Message
 
 
 def _in_thread[**P, T](

@@ -31,12 +31,12 @@ from jinfer.engine.output.completion import (
     next_piece,
 )
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
-from jinfer.opening.pooling_config import Pooling
+from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -12,10 +12,10 @@ from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.requests import Failed, Request
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.open_model import Opened
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.draft_model import DraftModel

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.model_runner import ModelRunner
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights import load_weights
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
+from jinfer.loader.weights.read_weights import on_device
 from jinfer.modelspec.layer_spec import some_layers
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.speculation_table import DraftSpec
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import Opened
 from jinfer.speculate.draft_model import DraftModel, draft_programs
 from jinfer.speculate.drafter import DraftContext, Drafter
 from jinfer.speculate.eagle_drafter import EagleDrafter, eagle_weights
@@ -28,10 +32,6 @@ from jinfer.speculate.open_draft_model import KEY, ModelSource, open_draft_model
 from jinfer.speculate.other_device import put_on
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.suffix_tree import SuffixDrafter
-from jinfer.weights import load_weights
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.quantized_cache import with_formats
-from jinfer.weights.read_weights import on_device
 
 
 def layer_skipping(context: DraftContext) -> DraftModel:

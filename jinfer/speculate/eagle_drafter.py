@@ -18,18 +18,18 @@ from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights.load_weights import load
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.tensor_mapping import by_name
 from jinfer.modelspec.eagle_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.speculate.draft_model import DraftModel
 from jinfer.speculate.other_device import put_on
-from jinfer.weights.load_weights import load
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.tensor_mapping import by_name
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.quant.kv_vectors import zero_vectors
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV

@@ -109,7 +109,7 @@ class PrefixOffload:
 
 _FORMAT = 1  # change where the same block would get other bytes
 # Packages that read and convert weights, and divide models among devices.
-_BESIDE = ("checkpoint", "weights", "parallel")
+_OTHER_UNITS = ("loader", "parallel")
 
 
 def cache_identity(programs: CompiledPrograms, weights: str) -> str:
@@ -119,7 +119,7 @@ def cache_identity(programs: CompiledPrograms, weights: str) -> str:
         weights: what the weights were read from, and how they are stored.
     """
     made_with = (
-        *(_FORMAT, BLOCK, __version__, code_version(*_BESIDE), surroundings(), weights),
+        *(_FORMAT, BLOCK, __version__, code_version(*_OTHER_UNITS), surroundings(), weights),
         *(programs.model.described(), repr(programs.sizes.kv_cache), programs.abstract_rows(1)),
     )
     return hashlib.sha256(repr(made_with).encode()).hexdigest()
