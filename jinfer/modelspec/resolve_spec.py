@@ -25,6 +25,7 @@ from jinfer.modelspec.speculation_table import read_speculation
 from jinfer.modelspec.stack_spec import (
     check_called,
     check_tied,
+    check_vocabulary,
     read_shared,
     read_stack,
     used_shared,
@@ -133,6 +134,9 @@ def resolve(
     tensors = replace(tensors, omitted=omitted_modules(whole, tensors, values))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
+    for stack in built:
+        if stack.name == "decoder" and stack.follows is None and "vocab" in sizes:
+            check_vocabulary(stack, shared, sizes["vocab"], path)
     if "context" in values.dims:  # often no block uses it, and nothing else checks it
         sizes["context"] = read_value(Size | None, values.dims["context"], values, "dims.context")
     spec = ModelSpec(

@@ -228,6 +228,11 @@ def test_missing_number_of_layers() -> None:
     assert error_of(model(text)) == "decoder.layers: is missing; set it, or dims.layers"
 
 
+def test_a_head_gives_a_logit_for_each_token() -> None:
+    reason = error_of(model(modules__logits__outputs=8))
+    assert reason.startswith("modules.logits.outputs: 8 logits are not those of dims.vocab = ")
+
+
 def test_a_tied_head_needs_an_embedding() -> None:
     tied = resolved(model(modules__logits__tied=True))
     assert dict(tied.shared)["logits"].tied  # type: ignore[attr-defined]
