@@ -1,4 +1,4 @@
-"""Activation tracing: what `LLM.names` and `LLM.trace` do with a session."""
+"""Activation tracing: `LLM.names` and `LLM.trace`, their results and edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparation of requests: grammar, logits processors and thinking budget, checked."""
+"""Preparation of requests: parallel sampling (n, best_of), grammars, processors, budgets."""
 
 from __future__ import annotations
 
@@ -130,16 +130,16 @@ def check_thinking(request: Request, choice: SamplingRow, never: Iterable[int]) 
 
 
 def parallel_sampling(request: Request, ids: Iterator[int]) -> list[Request]:
-    """A request for each answer: with other seeds, and log-probabilities to rank them by.
+    """Make a request for each answer: seeds differ, and log-probabilities rank the answers.
 
-    Where nothing is drawn the answers are equal.
+    Answers of a greedy request are equal.
 
     Args:
         request: the first one.
         ids: gives the others their ids.
 
     Raises:
-        RequestError: a beam search has not as many.
+        RequestError: more answers than a beam search has beams.
     """
     sampling = request.sampling
     count = sampling.best_of or sampling.n

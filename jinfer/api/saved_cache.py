@@ -1,4 +1,4 @@
-"""Saved KV cache: writes what the prefix cache has to a file, and loads it."""
+"""Saved KV cache: writes blocks of the prefix cache to a file, and loads them."""
 
 from __future__ import annotations
 

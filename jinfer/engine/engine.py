@@ -501,6 +501,11 @@ def _is_mixed(plan: StepPlan) -> bool:
 def end_thought(runner: ModelRunner, sequence: RunningSequence) -> list[Token]:
     """Force the end of a thought that is at its budget, and limit how far the device may go.
 
+    The tokens of the end are appended like prompt tokens and computed together. If the request has
+    log-probabilities, they are sampled one by one, each as the only allowed token. Those of a
+    guided sequence are appended with its mask (`jinfer.engine.search.grammar_worker`), because its
+    grammar has to take them, too.
+
     Returns:
         The forced tokens.
     """

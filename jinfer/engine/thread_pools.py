@@ -81,7 +81,10 @@ def note_model_opened() -> None:
 
 
 def check_not_forked() -> None:
-    """Raises `EngineError` in a process that was forked since a model was opened."""
+    """Raise `EngineError` in a process that was forked after a model was opened.
+
+    It has neither XLA's threads nor the engine's, so that it would wait for ever.
+    """
     if _opened_in is not None and _opened_in != os.getpid():
         raise EngineError(
             "this process was forked from one that had opened a model, whose threads it has not; "

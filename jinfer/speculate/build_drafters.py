@@ -1,4 +1,4 @@
-"""Speculative decoding, building: from `[speculation]` to an engine's drafters."""
+"""Building of speculative decoding: drafters of `[speculation]`, and calibration of costs."""
 
 from __future__ import annotations
 

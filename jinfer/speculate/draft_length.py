@@ -1,4 +1,4 @@
-"""Draft length: how many tokens to draft and verify, from acceptance rates and call times."""
+"""Draft length and back-off: how much to draft and when, from acceptance rates and times."""
 
 from __future__ import annotations
 

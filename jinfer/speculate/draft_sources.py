@@ -1,4 +1,4 @@
-"""Draft sources: the table of what `[speculation] draft` can name.
+"""Draft sources: the table of names in `[speculation] draft`, and the drafters that run models.
 
 A new draft source is a module with a `Drafter`, its test, and a line of `DRAFT_SOURCES`.
 """

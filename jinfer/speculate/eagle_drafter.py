@@ -1,4 +1,4 @@
-"""EAGLE/MTP heads: a few layers that draft from the target's hidden states."""
+"""EAGLE/MTP heads: layers that draft from the target's hidden states, and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tree attention, batch: token trees of several sequences as one flat batch."""
+"""Tree attention: token trees of several sequences as one flat batch, their blocks and masks."""
 
 from __future__ import annotations
 
