@@ -14,8 +14,8 @@ import pytest
 
 from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
+from jinfer.api.activation_tracing import Trace
 from jinfer.api.classification import Classes
-from jinfer.api.trace import Trace
 from jinfer.loader.config.classification_config import ClassificationConfig
 from tests.reference import numpy_activations
 from tests.reference.numpy_blocks import Floats
@@ -202,11 +202,11 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             llm.trace(TOKENS, capture)
     with pytest.raises(RequestError, match="params are for answers"):
         llm.trace(TOKENS, "embed", params={"temperature": 1.0})
-    with pytest.raises(RequestError, match="trace: steer stands among the params"):
+    with pytest.raises(RequestError, match="trace: params has steer"):
         llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
     listed: Any = llm.names("*bed")
     assert llm.trace(TOKENS[:9], listed).names == ["decoder.stem.embed", "embed"]
-    monkeypatch.setattr(llm.session.engine.programs, "pipeline", object())
+    monkeypatch.setattr(llm.session.engine.runner.programs, "pipeline", object())
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")
 

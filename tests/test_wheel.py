@@ -14,6 +14,7 @@ import packaging.tags
 import pytest
 
 from jinfer.cpu import build_library
+from jinfer.modelspec.spec_files import model_specs
 from tests.cpu.helpers import copying_compiler
 
 with_library = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
@@ -166,7 +167,7 @@ def test_it_is_the_wheel_that_runs(installation: Installation) -> None:
 def test_models_are_listed(installation: Installation) -> None:
     lines = installation.run("jinfer", "list").splitlines()
     names = [line.split()[0] for line in lines[1:-2]]
-    assert sorted(names) == sorted(path.stem for path in (ROOT / "specs").glob("*.toml"))
+    assert sorted(names) == sorted(model_specs())
     (demo,) = (line.split() for line in lines if line.startswith("smollm2_135m_instruct "))
     assert demo[3] == "135M"
 

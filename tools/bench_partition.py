@@ -178,7 +178,7 @@ def _measure(
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
-        programs = llm.session.engine.programs.pipeline
+        programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()

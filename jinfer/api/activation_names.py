@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import RequestError
 from jinfer.html.html_table import details_html, table_html
 from jinfer.modelspec.spec_errors import show_value

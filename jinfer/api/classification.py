@@ -13,7 +13,7 @@ from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.html.html_table import table_html
 from jinfer.loader.config.classification_config import ClassificationConfig
@@ -149,8 +149,8 @@ def tokenize(session: Session, given: object) -> list[TypedTokens]:
 
 def classify(session: Session, texts: Sequence[TypedTokens]) -> Classes:
     """Scores of classes for tokenized texts. Raises `RequestError`."""
-    config, most = classification_of(session), max_text_tokens(session)
-    shorter = [text.cut(most) for text in texts]
+    config, max_tokens = classification_of(session), max_text_tokens(session)
+    shorter = [text.cut(max_tokens) for text in texts]
     ids = [text.ids for text in shorter]
     decodes = session.opened.spec.decoder is not None
     types: Any = None if decodes else [text.types for text in shorter]

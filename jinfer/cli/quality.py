@@ -79,7 +79,7 @@ def bits_per_weight(llm: LLM) -> float:
     bits = weights = 0
     seen: set[int] = set()
     engine = llm._engine
-    for leaf, role in zip(engine.parameters, engine.model.roles, strict=True):
+    for leaf, role in zip(engine.runner.parameters, engine.runner.model.roles, strict=True):
         if role == "plain" or id(leaf) in seen:
             continue
         seen.add(id(leaf))
@@ -91,7 +91,9 @@ def bits_per_weight(llm: LLM) -> float:
 def weight_error(llm: LLM, weights: dict[str, np.ndarray]) -> float:
     """Root mean square error of the matrices, relative to their root mean square."""
     wrong = total = 0.0
-    for name, leaf in zip(llm._engine.model.names, llm._engine.parameters, strict=True):
+    for name, leaf in zip(
+        llm._engine.runner.model.names, llm._engine.runner.parameters, strict=True
+    ):
         if isinstance(leaf, QuantizedTensor | OutlierTensor | ReorderedTensor):
             difference = np.asarray(leaf.dequantize()) - weights[name]
             wrong += float(np.square(difference, dtype=np.float64).sum())
@@ -124,7 +126,10 @@ def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Refer
     weights = {
         name: np.asarray(leaf)
         for name, leaf, role in zip(
-            llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+            llm._engine.runner.model.names,
+            llm._engine.runner.parameters,
+            llm._engine.runner.model.roles,
+            strict=True,
         )
         if role != "plain"
     }

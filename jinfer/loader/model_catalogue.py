@@ -15,7 +15,13 @@ from jinfer.loader.weights.model_size import WIDTHS, Sizes, count_text, gib_text
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import read_toml, specs_folder, with_families
+from jinfer.modelspec.spec_files import (
+    families,
+    model_specs,
+    read_toml,
+    specs_folder,
+    with_families,
+)
 from jinfer.modelspec.toml_tables import check_parameters
 
 _HEADS = ("name", "type", "size", "GiB in q4", "here")
@@ -65,10 +71,10 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
     Raises:
         SpecError: a specification is invalid.
     """
-    for path in sorted((folder or specs_folder()).glob("*.toml")):
+    for name, path in model_specs(folder).items():
         table = read_toml(path)
         family = str(table.get("family", "-")).removesuffix(".toml")
-        if not any(_fits(name, text) for name in (path.stem, family)):
+        if not any(_fits(known, text) for known in (name, family)):
             continue
         tables = with_families(table, path)
         stacks = {stack for own in tables for stack in STACKS if stack in own}
@@ -80,7 +86,7 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
         elif (spec := _resolved(path)) is not None:
             sizes = sizes_of(spec)
         yield Entry(
-            name=path.stem,
+            name=name,
             family=family,
             type=kind if len(stacks) > 1 else f"{kind}-only",
             parameters=sizes.parameters if sizes else None,
@@ -128,7 +134,7 @@ def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -
     """
     found = list(entries(folder, text))
     if not found:
-        near = get_close_matches(text, [path.stem for path in specs_folder().glob("**/*.toml")], 1)
+        near = get_close_matches(text, [*model_specs(), *families()], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise SpecError(repr(text), "", f"fits the name of no model or family{hint}")
     if memory:

@@ -18,8 +18,7 @@ from jinfer.modelspec.toml_tables import check_text
 from jinfer.sandbox.safe_files import path_exists
 
 if TYPE_CHECKING:
-    from jinfer.modelspec.adapters_table import AdapterSpec
-    from jinfer.modelspec.model_spec import ModelSpec
+    from jinfer.modelspec.model_spec import AdapterSpec, ModelSpec
     from jinfer.modelspec.tensor_names import TensorMap
     from jinfer.nn.abstract_model import AbstractModel
 

@@ -44,8 +44,8 @@ from jinfer.loader.open_keywords import override_tables
 from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.sources import full_source, locate
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
-from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind, parse_cache_dtype
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.ops.matmul.half_precision import reads_16_bit_weights

@@ -21,9 +21,11 @@ from jinfer.loader.config.classification_config import RANK
 from jinfer.loader.config.unused_config import consequences, unread
 from jinfer.loader.model_files import ModelFiles, check_enclosed
 from jinfer.loader.weights.tensor_mapping import PIECE, by_name, row_reader, same_values
-from jinfer.modelspec.blocks import Block, HeadSpec, LearnedPositionsSpec, SinusoidalPositionsSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import LearnedPositionsSpec, SinusoidalPositionsSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import CLASSIFIES, find_family, format_table, with_families

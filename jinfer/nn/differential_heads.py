@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jinfer.modelspec.blocks import DifferentialSpec
+from jinfer.modelspec.attention_blocks import DifferentialSpec
 from jinfer.nn.parameter import parameter
 from jinfer.ops.norm import normalize
 

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.matmul_precision import matmul_precision
-from jinfer.modelspec import blocks
+from jinfer.modelspec import blocks, position_blocks
 from jinfer.nn.norm_modules import LayerNorm
 from jinfer.nn.parameter import parameter
 from jinfer.ops.attention.mask_rules import Bias
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class DisentangledBias(nnx.Module):
     """The relative position embeddings and the score biases computed from them."""
 
-    def __init__(self, block: blocks.DisentangledSpec, width: int, dtype: DTypeLike) -> None:
+    def __init__(
+        self, block: position_blocks.DisentangledSpec, width: int, dtype: DTypeLike
+    ) -> None:
         self.block = block
         self.weight = parameter((2 * block.buckets, width), ("positions", "hidden"), dtype)
         self.norm = LayerNorm(blocks.LayerNormSpec(kind="layer", size=width, eps=block.eps), dtype)
@@ -70,7 +72,7 @@ def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows
     return product(x, vectors, preferred_element_type=jnp.float32)
 
 
-def distance_buckets(block: blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
+def distance_buckets(block: position_blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
     """The embedding row of each distance from -max_distance to max_distance (log buckets).
 
     Distances up to half of the buckets have rows of their own, farther ones share logarithmic

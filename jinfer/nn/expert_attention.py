@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks
 from jinfer.nn.activation_taps import tapped
 from jinfer.nn.attention_modules import Attention
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
@@ -39,11 +39,11 @@ class StackedProjection(nnx.Module):
 class ExpertAttention(Attention):
     """Attention whose query heads are those of the experts that a router chooses for each token."""
 
-    block: blocks.ExpertAttentionSpec
+    block: attention_blocks.ExpertAttentionSpec
     q: Any
     o: Any
 
-    def __init__(self, block: blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: attention_blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
         super().__init__(block, dtype)
         inner, width = block.kv_heads * block.head_dim, block.kv_heads * block.value_width
         self.router = Router(block.routing)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import feed_forward_blocks
 from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.nn.activation_taps import is_tapped, tapped
 from jinfer.nn.parameter import parameter
@@ -29,7 +29,7 @@ class Gating:
     model card, clamped_silu by Step 3.7's.
 
     Attributes:
-        activation: a `jinfer.modelspec.blocks.GatedActivation`.
+        activation: a `jinfer.modelspec.feed_forward_blocks.GatedActivation`.
         alpha, limit, offset: of clamped_swiglu; clamped_silu has the limit alone.
     """
 
@@ -39,7 +39,7 @@ class Gating:
     offset: float
 
     @classmethod
-    def of(cls, block: blocks.GatedMLPSpec | blocks.MoESpec) -> Gating:
+    def of(cls, block: feed_forward_blocks.GatedMLPSpec | feed_forward_blocks.MoESpec) -> Gating:
         """The gating of a block."""
         return cls(block.activation, block.alpha, block.limit, block.offset)
 
@@ -61,7 +61,7 @@ class Gating:
 class Activation(nnx.Module):
     """An activation function as a module."""
 
-    def __init__(self, block: blocks.ActivationSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.ActivationSpec, dtype: DTypeLike) -> None:
         self.function = block.function
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -72,7 +72,7 @@ class Activation(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, block: blocks.MLPSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MLPSpec, dtype: DTypeLike) -> None:
         self.activation = block.activation
         if block.activation == "xielu":
             self.alpha_p = parameter((1,), ("scalar",), jnp.float32)
@@ -93,7 +93,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, block: blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
         self.gating, self.threshold = Gating.of(block), block.deviations
         inner = block.bias is True
         self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))

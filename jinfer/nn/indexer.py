@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks, blocks
 from jinfer.nn.forward_context import ForwardBatch, split_heads
 from jinfer.nn.norm_modules import LayerNorm
 from jinfer.nn.positions import Rotary
@@ -24,7 +24,7 @@ class Indexer(nnx.Module):
     """Indexer of sparse attention (arXiv 2512.02556); every device has all of its heads."""
 
     def __init__(
-        self, block: blocks.IndexerSpec, inputs: int, query_inputs: int, dtype: DTypeLike
+        self, block: attention_blocks.IndexerSpec, inputs: int, query_inputs: int, dtype: DTypeLike
     ) -> None:
         self.block = block
         heads, width = block.heads, block.heads * block.head_dim

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import feed_forward_blocks
 from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
 from jinfer.nn.feed_forward import Gating
 from jinfer.nn.parameter import parameter
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class StackedLinear(nnx.Module):
     """A projection of every expert, weight [experts, outputs, inputs], and stacks of adapters."""
 
-    def __init__(self, block: blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike) -> None:
+    def __init__(
+        self, block: feed_forward_blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike
+    ) -> None:
         sizes = {"mlp": block.width, "hidden": block.inputs}
         shape = (block.experts, sizes[axes[0]], sizes[axes[1]])
         self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
@@ -54,7 +56,7 @@ class StackedLinear(nnx.Module):
 class Experts(nnx.Module):
     """Feed-forwards of equal shape, their parameters stacked."""
 
-    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec, dtype: DTypeLike) -> None:
         self.gated, self.gating = block.gated, Gating.of(block)
         if block.gated:
             self.gate = StackedLinear(block, ("mlp", "hidden"), dtype)
@@ -75,7 +77,7 @@ class Experts(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Mixture of experts: a router chooses a few feed-forwards per token (arXiv 1701.06538)."""
 
-    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec, dtype: DTypeLike) -> None:
         self.router = Router(block)
         self.experts = Experts(block, dtype)
 

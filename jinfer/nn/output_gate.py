@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks
 from jinfer.nn.forward_context import split_heads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.projections import Linear
@@ -23,7 +23,7 @@ class GatedHeads(nnx.Module):
 
     def build_gate(
         self,
-        spec: blocks.OutputGateSpec,
+        spec: attention_blocks.OutputGateSpec,
         inputs: int,
         heads: int,
         width: int,
@@ -39,7 +39,7 @@ class GatedHeads(nnx.Module):
 
     def gated(
         self,
-        spec: blocks.OutputGateSpec,
+        spec: attention_blocks.OutputGateSpec,
         out: Float[Array, "batch tokens heads width"],
         x: Float[Array, "batch tokens inputs"],
     ) -> Float[Array, "batch tokens heads width"]:

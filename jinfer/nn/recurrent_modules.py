@@ -15,7 +15,7 @@ from jinfer.modelspec.recurrent_blocks import (
     ConvSpec,
     DeltaSpec,
     LinearAttentionSpec,
-    LRUSpec,
+    RGLRUSpec,
     SelectiveScanSpec,
     ShiftSpec,
     SSMSpec,
@@ -171,10 +171,10 @@ class Delta(nnx.Module):
         return self.block.lower * activate("sigmoid", -rate * decay)
 
 
-class LRU(nnx.Module):
+class RGLRU(nnx.Module):
     """RG-LRU."""
 
-    def __init__(self, block: LRUSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: RGLRUSpec, dtype: DTypeLike) -> None:
         self.decay = parameter((block.width,), ("channels",), jnp.float32)
 
     def __call__(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import feed_forward_blocks
 from jinfer.nn.activation_taps import observed_rows, tapped_rows
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.matmul import linear
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Router(nnx.Module):
     """Scores all experts and chooses the best, in float32 because near ties are common."""
 
-    def __init__(self, block: blocks.MoESpec) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec) -> None:
         self.block = block
         count = block.experts + block.identity_experts
         self.weight = parameter((count, block.inputs), ("experts", "hidden"), jnp.float32)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
+from jinfer.modelspec.blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
 from jinfer.ops.row_sums import add_in_order, mean_of_row, rounded
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
-from jinfer.modelspec.blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls
 from jinfer.ops.norm import softmax

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from jinfer.distributed import job_config
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.model_spec import Reasoning, ToolCalls
 from jinfer.server.http.server_settings import RESERVED_VARIABLES, ServerSettings
 
 PREFIX = "JINFER_"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.html.token_spans import probability, token_spans
 from jinfer.html.token_text import clipped, flowing, visible
 from jinfer.sampling.request_errors import RequestError

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import Block, HeadSpec, LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec, LayerNormSpec, RMSNormSpec
 from jinfer.progress import task
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.traced_values import layer_count
@@ -54,7 +55,7 @@ def likeliest_tokens(
 
         def job(engine: Engine) -> Generator[Any, None, Any]:
             # As a generator, so that other requests' steps run in between.
-            head = _compiled(engine.model.modules, engine.model.rounded, top)
+            head = _compiled(engine.runner.model.modules, engine.runner.model.rounded, top)
             parts = list[list[np.ndarray]]()
             for begin in range(0, len(x), _ROWS):
                 if parts:
@@ -64,7 +65,7 @@ def likeliest_tokens(
                 count = min(_ROWS, len(x) - begin)
                 rows[:count] = x[begin : begin + count]
                 targets[:count] = following[begin : begin + count]
-                out = head(engine.parameters, rows, targets)
+                out = head(engine.runner.parameters, rows, targets)
                 parts.append([np.asarray(part)[:count] for part in out])
                 shown.update(count)
             return tuple(map(np.concatenate, zip(*parts, strict=True)))

@@ -56,7 +56,7 @@ def memory(llm: LLM) -> View:
     from jinfer.quant import QuantizedTensor
 
     engine = llm.session.engine
-    model, sizes = engine.model, engine.programs.sizes
+    model, sizes = engine.runner.model, engine.runner.programs.sizes
     once = llm.weights.same
     weights, formats = dict[str, int](), dict[str, str]()
     for name, parameter in zip(model.names, model.parameters, strict=True):

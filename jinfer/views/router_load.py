@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.modelspec.blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.heat_map import Matrix, heat_maps

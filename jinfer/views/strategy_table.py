@@ -17,7 +17,7 @@ from jinfer.views.view import Drawn, Table, View
 if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Params, Prompt
-    from jinfer.engine.output.generation import Completion
+    from jinfer.engine.output.completion import Completion
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"strategy": "greedy"},

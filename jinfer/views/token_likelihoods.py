@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.html.token_spans import probability, token_spans
 from jinfer.html.token_text import byte_text, columns_of, flowing
 from jinfer.views.view import Drawn, Table, View, beneath
@@ -32,7 +32,7 @@ def tokens(llm: LLM, prompt: Prompt, *, top: int = 5, max_tokens: int = 0) -> Vi
         RequestError: a prompt of fewer than two tokens, `top` out of range, or a model that gives
             no log-probabilities.
     """
-    from jinfer.api.prompt_scores import prompt_logprobs
+    from jinfer.api.forward_results import prompt_logprobs
     from jinfer.engine.requests import RequestError
     from jinfer.views.traced_values import check_llm
 

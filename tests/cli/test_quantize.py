@@ -61,11 +61,13 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
         rows = {row.format: row for row in convert(str(MODEL), out, tables)}
         ours = LLM(out)
         leaves: dict[str, Any] = dict(
-            zip(ours._engine.model.names, ours._engine.parameters, strict=True)
+            zip(ours._engine.runner.model.names, ours._engine.runner.parameters, strict=True)
         )
         plain = LLM(MODEL, quantization={"weights": "plain"})
         errors = squares = 0.0
-        for name, wanted in zip(plain._engine.model.names, plain._engine.parameters, strict=True):
+        for name, wanted in zip(
+            plain._engine.runner.model.names, plain._engine.runner.parameters, strict=True
+        ):
             if name.startswith("decoder") and "norm" not in name:
                 errors += float(((leaves[name].dequantize() - wanted) ** 2).sum())
                 squares += float((wanted**2).sum())

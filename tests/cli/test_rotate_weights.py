@@ -52,7 +52,7 @@ def test_made_up_and_converted_models_load(tmp_path: Path) -> None:
     convert(made, converted, "Q8_0")
     for path, kind in ((made, "q4_sym"), (converted, "q8")):
         llm = LLM(path)
-        leaves = llm._engine.parameters
+        leaves = llm._engine.runner.parameters
         formats = {leaf.format.name for leaf in leaves if isinstance(leaf, QuantizedTensor)}
         assert formats == {kind}
         assert np.isfinite(llm.logits([IDS])[0]).all()

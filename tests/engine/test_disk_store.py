@@ -12,7 +12,7 @@ import pytest
 
 from jinfer.disk_cache import NoCacheError
 from jinfer.engine.offload.disk_store import FOLDER, DiskStore
-from jinfer.engine.offload.host_store import HostStore
+from jinfer.engine.offload.offload_stores import HostStore
 
 SIZE = 10_000
 

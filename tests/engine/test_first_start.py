@@ -42,7 +42,7 @@ class Start:
                     self.compiled += 1
 
         def load(engine: Engine, *rest: Any, **keywords: Any) -> None:
-            self.at_load = (self.compiled, engine.programs.compilations)
+            self.at_load = (self.compiled, engine.runner.programs.compilations)
             read(engine, *rest, **keywords)
 
         patch.setattr(compiled_programs, "compiled_apart", compile_one)

@@ -55,7 +55,8 @@ def test_reordered_weights_by_name(tmp_path: Path) -> None:
     wanted = load_file(tmp_path / "plain" / "model.safetensors")[file]
     with LLM(path) as llm:
         assert isinstance(
-            llm._engine.parameters[llm._engine.model.names.index(f"{name}.weight")], ReorderedTensor
+            llm._engine.runner.parameters[llm._engine.runner.model.names.index(f"{name}.weight")],
+            ReorderedTensor,
         )
         weight = llm.weights[name]
         np.testing.assert_allclose(weight.values, wanted, atol=1e-6)
@@ -228,7 +229,9 @@ def test_fp8_stays_in_its_bits(tmp_path: Path, name: str, more: float) -> None:
     assert [row.type for row in shown if row.parameters == [matrix]] == ["F8_E4M3 scaled"]
     with LLM(source) as llm, LLM(tmp_path / "converted") as again:
         for each in (llm, again):
-            held = dict(zip(each._engine.model.names, each._engine.parameters, strict=True))
+            held = dict(
+                zip(each._engine.runner.model.names, each._engine.runner.parameters, strict=True)
+            )
             assert isinstance(held[matrix], ScaledTensor)
             assert held[matrix].nbytes == HIDDEN * INNER * (1 + more)
         wanted = llm.logits([TOKENS])[0]

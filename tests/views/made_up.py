@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jinfer.engine.output.completion import Completion, TokenLogprob, Usage
 from jinfer.engine.output.draft_trace import Steps
-from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.engine.output.generation import Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.scheduling.sequence import DraftedStep
 from jinfer.views import View
 from jinfer.views.activation_outliers import draw_outliers, largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer import RequestError
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob
 from jinfer.html.html_page import page
 from jinfer.views.activation_outliers import largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives

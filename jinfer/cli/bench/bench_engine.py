@@ -28,7 +28,7 @@ from jinfer.api.llm import LLM
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.run_command import run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.sampling.sampling_params import SamplingParams
 
 _LONG, _COMMON = 1500, 1000  # tokens

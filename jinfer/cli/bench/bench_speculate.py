@@ -25,7 +25,7 @@ from jinfer.api.llm import LLM
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.run_command import overrides_of, run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.engine.output.generation import Completion
+from jinfer.engine.output.completion import Completion
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.toml_tables import merge
 from jinfer.sampling.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ class PairedRuns:
         formula: float | None = None,
     ) -> DraftGain:
         """Measures; the first round is a warm-up."""
-        for future in speculation.announce(self.llm.session.engine):
+        for future in speculation.announce():
             future.result()
         ratios = []
         for _ in range(self.rounds + 1):
@@ -108,7 +108,8 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
     formula = None
     if nodes is not None:
         formula = (1 - accuracy**nodes) / (1 - accuracy) if accuracy < 1 else float(nodes)
-    speculation = SpeculativeDecoder([replay], DraftLength(nodes), branched=False)
+    engine = turns.llm.session.engine
+    speculation = SpeculativeDecoder(engine, [replay], DraftLength(nodes), branched=False)
     return turns.gain(name, speculation, accuracy, formula)
 
 
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace) -> int:
         if llm.can_chat:
             for name, text in _PROMPTS.items():
                 turns = PairedRuns(llm, [llm.encode_chat(text)], tokens, options.rounds)
-                speculation = SpeculativeDecoder([PromptLookup(branches=2)])
+                speculation = SpeculativeDecoder(llm.session.engine, [PromptLookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
     if options.json:

@@ -12,7 +12,7 @@ from jinfer.cli.terminal import chat_loop, show_answer
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 from jinfer.template.chat_prompt import Message
@@ -40,7 +40,7 @@ class LocalChat(chat_loop.ChatSession):
         """Answer a message."""
         params = self.params()
         question: Message = {"role": "user", "content": message}
-        room = self.llm.session.room
+        room = self.llm.session.capacity
         ids, kept = drop_oldest_turns(
             self.llm.encode_chat, [*self.answered_messages(), question], room, params.max_tokens
         )
@@ -73,8 +73,9 @@ class LocalChat(chat_loop.ChatSession):
         """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
+        capacity = self.llm.session.capacity
         return [
-            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.session.room} tokens",
+            f"{plural(len(self.messages), 'message')}, {used} of {capacity} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]

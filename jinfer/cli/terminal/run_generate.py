@@ -26,7 +26,7 @@ from jinfer.cli.terminal.generate_flags import sampling, spelled, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError

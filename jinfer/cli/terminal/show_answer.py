@@ -14,8 +14,7 @@ from jinfer import progress
 from jinfer.api.llm import LLM
 from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.flag_conflicts import FlagError
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.progress import task
 
 
@@ -180,7 +179,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
         for chunk in stream:
             chunks.append(chunk)
             text = display_text(llm, chunk.text, chunk.token_ids)
-            progress.write(colours.paint(text, chunk.origin), progress.NO_ROOM)
+            progress.write(colours.paint(text, chunk.origin), line_open=True)
             if pressed():
                 break
     interrupted = chunks[-1].finish_reason is None

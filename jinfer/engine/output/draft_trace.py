@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import overload
 
-from jinfer.engine.output.drafted_step import ROOT, DraftedStep
+from jinfer.engine.scheduling.sequence import ROOT, DraftedStep
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.thread_pools import start_threads, submit
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.block_rows import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache

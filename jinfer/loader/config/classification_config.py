@@ -14,8 +14,7 @@ import numpy as np
 
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.config.source_errors import SourceError
-from jinfer.modelspec.classification_table import Activation, check_pair, class_count
-from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.model_spec import Activation, ModelSpec, check_pair, class_count
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 if TYPE_CHECKING:

@@ -11,22 +11,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jinfer.modelspec.blocks import (
+from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
-    AlibiSpec,
-    AttentionSpec,
-    Block,
+    CLAMPED,
     GatedMLPSpec,
-    LatentAttentionSpec,
-    LayerNormSpec,
     MLPSpec,
     MoESpec,
-    RMSNormSpec,
-    RopeSpec,
 )
-from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import AlibiSpec, RopeSpec
 
 # Whether a model complies with a value.
 type Rule = Callable[[Any, ModelSpec], bool]

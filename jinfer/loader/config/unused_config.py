@@ -11,14 +11,10 @@ from typing import Any
 from jinfer.loader.config import config_key_rules as rules
 from jinfer.loader.config.config_json import QUANTIZATION_KEYS
 from jinfer.loader.config.config_key_rules import Rule
-from jinfer.modelspec.blocks import (
-    AlibiSpec,
-    DisentangledSpec,
-    MoESpec,
-    RMSNormSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.blocks import RMSNormSpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RopeSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 
 WINDOW = ("attention reaches only so far back", rules.same_window)

@@ -17,9 +17,9 @@ from jinfer.loader.weights.native_parameters import NativeOrigin, Source, native
 from jinfer.loader.weights.power_scaling import PowerScale
 from jinfer.loader.weights.storage_plan import PER_PRODUCT, PER_WEIGHT, Storage, plan_storages
 from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
 from jinfer.ops.thread_limit import cores

@@ -22,13 +22,9 @@ from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.power_scaling import Magnitude, PowerScale, magnitude
 from jinfer.loader.weights.read_parameter import Selection
 from jinfer.loader.weights.read_weights import read
-from jinfer.modelspec.blocks import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    ExpertAttentionSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.attention_blocks import AttentionSpec, CrossAttentionSpec, ExpertAttentionSpec
 from jinfer.modelspec.layer_spec import shared_keys
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu.isa import own_isa
-from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.quant_format import Kind
 from jinfer.ops.backend import backend
 
 LONG_TEXT = 1024  # tokens of a text that has no int8 keys yet; as in attention.h

@@ -15,8 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.modelspec.quant_format import Kind, QuantFormat
 from jinfer.ops.attention.int8_keys import abstract_int8_keys, clear_int8_keys
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors

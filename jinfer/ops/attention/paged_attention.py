@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import attention_call as custom
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
+from jinfer.modelspec.quant_format import FLOAT_DTYPES
 from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
 from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache

@@ -129,7 +129,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_costs_all_have_one_format() -> None:
     llm = LLM(MODEL, **keys("4.5 bits", method="search"))
-    leaves = [each for each in llm._engine.parameters if isinstance(each, QuantizedTensor)]
+    leaves = [each for each in llm._engine.runner.parameters if isinstance(each, QuantizedTensor)]
     assert len({each.format for each in leaves}) == 1
     assert bits_per_weight(llm) <= 4.5
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_is_said_in_a_line(
     assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without error feedback$", said)
     assert said.count("\n") == 1
     searched = LLM(source, quantization=Q3)
-    ours, wanted = (jax.tree.leaves(each._engine.parameters) for each in (found, searched))
+    ours, wanted = (jax.tree.leaves(each._engine.runner.parameters) for each in (found, searched))
     assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
     assert list(cache.iterdir()) == []
 

@@ -72,7 +72,7 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
 
 def test_a_decode_step_takes_little_memory() -> None:
     llm = LLM(SPEC, **{"engine.context": 1024})  # type: ignore[arg-type]
-    program = llm._engine.programs.get(
+    program = llm._engine.runner.programs.get(
         StepKey("decode", llm.spec.engine.slots, stages=stage_sets()[0])
     )
     assert program.memory_analysis().temp_size_in_bytes < 50 << 20
