@@ -63,8 +63,6 @@ JAX_UNITS = {
 PRIVATE_JAX = {
     "jinfer/distributed/collective_address.py": "the address of gloo's sockets",
     "jinfer/distributed/job_config.py": "clusters that JAX detects",
-    "jinfer/distributed/process_group.py": "the state of JAX's coordination service",
-    "jinfer/distributed/shared_compile_cache.py": "one process compiles for all",
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
     "jinfer/ops/thread_limit.py": "whether XLA has started",
@@ -73,7 +71,7 @@ PRIVATE_JAX = {
 
 # Modules that name others in strings, which are imported later, and why.
 NAMES_IN_STRINGS = {
-    "jinfer/cli/command_registry.py": "a command is imported when it runs",
+    "jinfer/cli/entry_point.py": "a command is imported when it runs",
     "jinfer/cli/prog_name.py": "the name of the module that runs is compared, not imported",
 }
 
