@@ -1,4 +1,4 @@
-"""What llama.cpp's and vLLM's tests ask for: docs/compatibility.md says what of it holds."""
+"""What llama.cpp's and vLLM's tests ask for: tests/server/peers/README.md has the results."""
 
 from pathlib import Path
 

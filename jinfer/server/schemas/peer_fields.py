@@ -1,6 +1,6 @@
 """Fields of other servers that change nothing here, or cannot be followed: told, or refused.
 
-docs/serving.md has the table of all their fields; `python -m tests.server.peer_tables` writes it.
+docs/reference/peer_fields.md lists the fields of each service.
 """
 
 from __future__ import annotations
