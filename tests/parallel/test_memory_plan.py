@@ -130,10 +130,13 @@ def test_what_a_plan_of_a_card_says(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the page shows of 34B and 40B models is what the plan says."""
+    """The page shows parts of the printed plan, as they are."""
     assert bench_partition.main(["--memory"]) == 0
     printed = capsys.readouterr().out
-    assert printed.strip() in PAGE
+    (example,) = re.findall(r"```text\n(Yi-34B.*?)\n```", PAGE, re.DOTALL)
+    parts = example.split("\n\n")
+    assert len(parts) > 6
+    assert [part for part in parts if part not in printed] == []
     assert "set partition.streamed_layers = " in printed
 
 
