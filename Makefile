@@ -62,7 +62,7 @@ lint: $(VENV)/installed-dev
 # The site; strict: a broken link or an unknown name of the API is an error.
 docs: $(VENV)/installed
 	"$(BIN)/python" -m pip install --quiet --editable ".[docs]"
-	"$(BIN)/python" -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet --strict
 
 # From a copy, as a build leaves behind what the next one takes, and against the headers of the oldest
 # jaxlib that pyproject.toml allows: newer ones take what was compiled with them.
