@@ -7,7 +7,6 @@ import pytest
 from tests.house_figures import BOUNDS, figures, folder_sizes, words_by_hand
 
 
-
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
     return figures()
