@@ -91,7 +91,7 @@ FIELDS: dict[str, dict[str, str]] = {
 
 # Fields whose treatment is written in a handler or a type, not in a mark of the schema.
 _ONLY = "rejected unless it changes nothing"
-_HANDLED = {
+HANDLED = {
     **dict.fromkeys(("n_keep", "n_discard"), f"{_ONLY}: a context is never shifted"),
     "n_indent": f"{_ONLY}: a grammar determines indentation",
     "parse_tool_calls": f"{_ONLY}: tool calls are always parsed",
@@ -129,7 +129,7 @@ def _is_model(kind: Any) -> bool:
 def treatment(route: str, path: str) -> str:
     """What the server does with a field: followed, ignored or rejected, with the reason."""
     found = field_of(schema(route), path)
-    if (handled := _HANDLED.get(path) or _HANDLED.get(f"{route} {path}")) is not None:
+    if (handled := HANDLED.get(path) or HANDLED.get(f"{route} {path}")) is not None:
         return handled
     if found is None:
         return "rejected: not known"

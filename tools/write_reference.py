@@ -233,7 +233,7 @@ def _fields(model: Any, schema: dict[str, Any], names: Sequence[str]) -> str:
     for name in names:
         field = schema["properties"].get(name, {})
         mark = peer_fields_reference.mark_of(fields[name]) if name in fields else ""
-        if mark and name in listed:
+        if name in listed and (mark or name in peer_fields_reference.HANDLED):
             continue
         meaning = "; ".join(text for text in (field.get("description", ""), mark) if text)
         rows.append((f"`{name}`{'*' if name in required else ''}", _type(field), meaning))
