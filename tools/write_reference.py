@@ -297,12 +297,18 @@ def _members(owner: type) -> Iterable[tuple[str, Any]]:
             yield name, value
 
 
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
 def _signature(function: Any) -> str:
     names = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in ("self", "cls") or parameter.default is ...:
             continue
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = _STARS.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         names.append(f"{stars}{parameter.name}{default}")
     text = ", ".join(names)

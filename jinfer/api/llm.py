@@ -192,7 +192,7 @@ class LLM(ActivationMethods, SleepMode):
         return self.generate(ids, resolved, **asked)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        """Loads a LoRA adapter beside the model, for requests with `adapter=name`.
+        """Loads a LoRA adapter into a slot, for requests with `adapter=name`.
 
         Nothing is compiled. `engine.max_adapters` says how many there can be at a time.
 
