@@ -25,7 +25,7 @@ def test_figures_of_a_small_tree(tmp_path: Path) -> None:
     files = {
         "jinfer/a.py": "class A: ...\nclass _B: ...\n",
         "jinfer/nn/b.py": "from jinfer import a\n",
-        "docs/page.md": "# Two words\n",
+        "docs/page.md": "# Two words\nIt stands beside.\n",
         "docs/reference/made.md": "not counted\n",
         "pyproject.toml": '[project]\ndependencies = ["jax"]\n',
     }
@@ -34,5 +34,6 @@ def test_figures_of_a_small_tree(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     made = figures(tmp_path)
     assert (made["modules"], made["lines"], made["public classes"]) == (2, 3, 1)
-    assert (made["floors"], made["dependencies"], words_by_hand(tmp_path)) == (2, 1, 3)
+    assert (made["floors"], made["dependencies"], words_by_hand(tmp_path)) == (2, 1, 6)
+    assert made["avoided words in documentation"] == 2
     assert folder_sizes(tmp_path) == {"jinfer": 1, "jinfer/nn": 1}
