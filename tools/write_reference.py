@@ -9,7 +9,7 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,8 +21,8 @@ from jinfer.sampling.param_field import Group
 from jinfer.sampling.param_ranges import OneOf, Range
 from jinfer.sampling.parameter_docs import described
 from jinfer.sampling.sampling_params import PARAMETERS
+from jinfer.server import serve_flags
 from jinfer.server.endpoint import EmptyBody
-from jinfer.server.flag_table import FLAGS
 from jinfer.server.openapi import openapi_document
 from jinfer.server.query_params import QUERY_PARAMETERS
 from jinfer.server.routes import ENDPOINTS
@@ -63,10 +63,6 @@ def _page(*parts: str) -> str:
 def commands_page() -> str:
     """Commands and flags."""
     commands = [(f"`jinfer {command.name}`", command.about) for command in COMMANDS]
-    flags = [
-        (", ".join(f"`{name}`" for name in flag.names), _default(flag.default), flag.help)
-        for flag in FLAGS
-    ]
     return _page(
         "# Commands and flags",
         "`jinfer COMMAND --help` shows the flags of every command.",
@@ -74,7 +70,7 @@ def commands_page() -> str:
         "## jinfer serve",
         "Every flag can come from the environment: `--port` from `JINFER_PORT`, lists with commas, "
         "sources from `JINFER_SOURCE`. The command line wins.",
-        table(("flag", "default", "meaning"), flags),
+        _parser_table(serve_flags.make_parser(), serve_flags.parse_options([], {})),
         "## jinfer generate, jinfer chat",
         _parser_table(generate_flags.make_parser("jinfer generate")),
         "## jinfer client",
@@ -82,22 +78,26 @@ def commands_page() -> str:
     )
 
 
-def _default(value: Any) -> str:
-    if value is None or value is False or value == ():
-        return ""
-    return f"`{'on' if value is True else value}`"
-
-
-def _parser_table(parser: argparse.ArgumentParser) -> str:
+def _parser_table(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
+) -> str:
+    defaults = defaults or {}
     rows = []
     for action in parser._actions:
         if action.option_strings and action.dest not in {*PARAMETERS, "help", "help_all"}:
             names = ", ".join(f"`{name}`" for name in action.option_strings)
-            rows.append((names, (action.help or "").replace("%%", "%")))
-    also = (
-        "Every [sampling parameter](sampling_parameters.md) is a flag too: `--top-p` for `top_p`."
-    )
-    return f"{table(('flag', 'meaning'), rows)}\n\n{also}"
+            default = _default(defaults.get(action.dest))
+            rows.append((names, default, (action.help or "").replace("%%", "%")))
+    if defaults:
+        return table(("flag", "default", "meaning"), rows)
+    also = "Every [sampling parameter](sampling_parameters.md) is also a flag, such as `--top-p`."
+    return f"{table(('flag', 'meaning'), [(row[0], row[2]) for row in rows])}\n\n{also}"
+
+
+def _default(value: Any) -> str:
+    if value is None or value is False or value in ((), []):
+        return ""
+    return f"`{'on' if value is True else value}`"
 
 
 def sampling_page() -> str:
