@@ -83,8 +83,9 @@ def _parser_table(
 ) -> str:
     defaults = defaults or {}
     rows = []
-    for action in parser._actions:
-        if action.option_strings and action.dest not in {*PARAMETERS, "help", "help_all"}:
+    for action in parser._actions:  # argparse has no public list
+        is_help = any(name.startswith("--help") for name in action.option_strings)
+        if action.option_strings and action.dest not in PARAMETERS and not is_help:
             names = ", ".join(f"`{name}`" for name in action.option_strings)
             default = _default(defaults.get(action.dest))
             rows.append((names, default, (action.help or "").replace("%%", "%")))
