@@ -82,13 +82,17 @@ def _parser_table(
     parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
 ) -> str:
     defaults = defaults or {}
-    rows = []
+    names: dict[str, list[str]] = {}  # destination -> names; other engines' names have no help
+    helps: dict[str, str] = {}
     for action in parser._actions:  # argparse has no public list
         is_help = any(name.startswith("--help") for name in action.option_strings)
         if action.option_strings and action.dest not in PARAMETERS and not is_help:
-            names = ", ".join(f"`{name}`" for name in action.option_strings)
-            default = _default(defaults.get(action.dest))
-            rows.append((names, default, (action.help or "").replace("%%", "%")))
+            names.setdefault(action.dest, []).extend(f"`{name}`" for name in action.option_strings)
+            if action.help not in (None, argparse.SUPPRESS):
+                helps[action.dest] = str(action.help).replace("%%", "%")
+    rows = [
+        (", ".join(names[key]), _default(defaults.get(key)), text) for key, text in helps.items()
+    ]
     if defaults:
         return table(("flag", "default", "meaning"), rows)
     also = "Every [sampling parameter](sampling_parameters.md) is also a flag, such as `--top-p`."
