@@ -10,8 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
+from jinfer.server.http.schema_base import Ignored
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.schema_base import Ignored
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, NATIVE = "/v1/responses", "/v1/messages", "/completion"

@@ -22,12 +22,11 @@ from jinfer.sampling.param_ranges import OneOf, Range
 from jinfer.sampling.parameter_docs import described
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server import serve_flags
-from jinfer.server.endpoint import EmptyBody
+from jinfer.server.core.endpoint import EmptyBody
+from jinfer.server.core.sampling_fields import SamplingFields, parameter_of
+from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.server.openapi import openapi_document
-from jinfer.server.query_params import QUERY_PARAMETERS
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.parameter_groups import parameter_of
-from jinfer.server.schemas.sampling_fields import SamplingFields
 from tools import peer_fields_reference, spec_reference
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
