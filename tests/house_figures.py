@@ -17,14 +17,14 @@ AVOIDED = re.compile(r"\b(told|beside|whatever|stands)\b", re.IGNORECASE)
 
 # Upper bounds.
 BOUNDS = {
-    "modules": 860,
+    "modules": 790,
     "lines": 112_500,
     "public classes": 930,
     "floors": 12,
-    "modules of the largest folder": 100,
+    "modules of the largest folder": 70,
     "words of documentation by hand": 45_000,
     "avoided words in documentation": 20,
-    "dependencies": 12,
+    "dependencies": 13,
 }
 
 
