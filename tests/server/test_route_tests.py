@@ -11,9 +11,8 @@ TESTS: dict[str, str] = {
     "/version /load": "test_version",
     "/metrics": "test_metrics",
     "/openapi.json /docs": "test_an_answer_is_as_described test_a_page_without_another_host",
-    "/v1/models /models /v1/models/{model} /models/{model}": (
-        "test_models test_models_are_listed_and_loaded"
-    ),
+    "/v1/models /models /v1/models/{model}": "test_models test_models_are_listed_and_loaded",
+    "/models/{model}": "test_models test_models_are_listed_and_loaded",
     "/models/load /models/unload": "test_models_are_loaded_and_unloaded_by_name",
     "/sleep /wake_up /is_sleeping": "test_a_model_sleeps_and_wakes",
     "/v1/chat/completions /chat/completions": "tests/server/test_chat.py",
@@ -21,9 +20,7 @@ TESTS: dict[str, str] = {
     "/v1/chat/completions/input_tokens /chat/completions/input_tokens": "test_tokens_of_a_chat",
     "/v1/completions /completions": "tests/server/test_completions.py",
     "/v1/responses /responses": "tests/server/test_responses.py",
-    "/v1/responses/input_tokens /v1/responses/{response_id}/input_items": (
-        "test_a_conversation_goes_on"
-    ),
+    "/v1/responses/input_tokens /v1/responses/{response_id}/input_items": "test_a_conversation_goes_on",
     "/v1/responses/{response_id}": "test_a_conversation_goes_on test_a_stream_that_goes_on",
     "/v1/responses/{response_id}/cancel": "test_cancelling",
     "/v1/stream /v1/streams/lookup": "tests/server/test_resumable_streams.py",
@@ -46,9 +43,7 @@ TESTS: dict[str, str] = {
     "/apply-template": "test_a_template",
     "/completion": "test_completion_as_llama_cpp_has_it test_a_stream_as_llama_cpp_has_it",
     "/infill": "tests/server/test_infill.py",
-    "/lora-adapters /v1/load_lora_adapter /v1/unload_lora_adapter": (
-        "tests/server/test_adapters.py"
-    ),
+    "/lora-adapters /v1/load_lora_adapter /v1/unload_lora_adapter": "tests/server/test_adapters.py",
     "/v1/steering /v1/steering/{name}": "tests/server/test_activations.py",
     "/props /slots": "test_props_and_slots",
     "/slots/{id}": "tests/server/test_slot_actions.py",
