@@ -1,6 +1,6 @@
 """Peer fields: fields of other servers without effect here, reported as ignored or rejected.
 
-docs/serving.md has the table of all their fields; `python -m tests.server.peer_tables` writes it.
+docs/reference/peer_fields.md lists the fields of each service.
 """
 
 from __future__ import annotations
