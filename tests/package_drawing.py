@@ -31,7 +31,7 @@ class Box:
 # In the order of a row; a row's packages are those of LEVELS.
 BOXES = (
     Box("server", "front", "HTTP routes", "1 9"),
-    Box("generate serve client", "front", "entry points"),
+    Box("generate serve client look", "front", "entry points"),
     Box("tools", "front", "development scripts"),
     Box("cli", "front", "commands, terminal, remote chat"),
     Box("jinfer", "api", "LLM, AsyncLLM, SamplingParams"),
@@ -49,14 +49,14 @@ BOXES = (
     Box("template", "file", "chat templates", "2"),
     Box("modelspec", "file", "TOML to ModelSpec", "D"),
     Box("tokenizer", "file", "text and ids", "2 8 B"),
-    Box("guard", "base", "sandbox, disk cache"),
+    Box("sandbox disk_cache", "base", "untrusted input, caches"),
     Box("matmul_precision", "base", "no TF32"),
     Box("version", "base"),
     Box("cpu", "kernel", "C++ custom calls", "6"),
     Box("kernels_pallas", "kernel", "GPU kernels", "6"),
-    Box("markup", "base", "HTML and SVG"),
+    Box("html", "base", "HTML and SVG"),
     Box("progress", "base", "progress bars"),
-    Box("runtime", "base", "start-up, executables"),
+    Box("startup", "base", "start-up"),
 )
 KINDS = {
     "front": "entry points",
