@@ -61,7 +61,7 @@ NOT_RUN = {
     "tests/test_slow_tests.py",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
     "pytest -m soak tests/server/test_peers.py": "takes minutes",
-    "pytest tests/sampling/test_stages.py": "are other tests",
+    "pytest tests/sampling/test_samplers.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
     "pip install 'jinfer[hub]'": "installs",

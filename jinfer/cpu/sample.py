@@ -1,4 +1,4 @@
-"""Sampling: the stages of `jinfer.sampling`, row by row, as custom calls.
+"""Sampling: the samplers of `jinfer.sampling`, row by row, as custom calls.
 
 A row's token depends on its logits, parameters, progress and history alone, to the bit.
 """
@@ -34,13 +34,13 @@ def sample(
 
     Args:
         logits: float32.
-        parameters: the fields of `SamplingMetadata`, with the columns and stages of `layout`, then
-            those of `SamplerState`; a row per request.
+        parameters: the fields of `SamplingMetadata`, with the columns and samplers of `layout`,
+            then those of `SamplerState`; a row per request.
         history: token ids of sequences.
         lengths, prompts: each request's length so far, and the length of its prompt.
         requests, slots: each row's request, and the row of `history` that holds its sequence.
         masks: per request, a bitmask of allowed tokens and whether it applies; or nothing.
-        filtered: whether to return the logits that the stages leave.
+        filtered: whether to return the logits that the samplers leave.
 
     Returns:
         The tokens, mirostat's mu after them, and the filtered logits (-inf for removed tokens),

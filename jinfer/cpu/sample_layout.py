@@ -1,4 +1,4 @@
-"""Layout of the sampler's custom call: the columns and stages that it knows, by name."""
+"""Layout of the sampler's custom call: the columns and samplers that it knows, by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Layout(NamedTuple):
 
     Attributes:
         numbers, counts: the columns of a request's parameters.
-        stages: of the sampler; a stage's number is its index here.
+        samplers: their names; a sampler's number is its index here.
     """
 
     numbers: tuple[str, ...]
     counts: tuple[str, ...]
-    stages: tuple[str, ...]
+    samplers: tuple[str, ...]
 
 
 @functools.cache

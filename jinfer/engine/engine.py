@@ -36,7 +36,7 @@ from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
-from jinfer.sampling.stages import NOT_FINITE
+from jinfer.sampling.samplers import NOT_FINITE
 
 if TYPE_CHECKING:
     from jinfer.engine.offload.prefix_offload import PrefixOffload

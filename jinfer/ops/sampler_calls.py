@@ -16,6 +16,6 @@ def available() -> bool:
     return has_cpu_calls()
 
 
-def knows(stages: Iterable[str]) -> bool:
-    """Whether they can be called, and compute all of these stages."""
-    return available() and set(stages) <= set(layout().stages)
+def knows(samplers: Iterable[str]) -> bool:
+    """Whether they can be called, and compute all of these samplers."""
+    return available() and set(samplers) <= set(layout().samplers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.sampling.sampling_metadata import StageContext
+from jinfer.sampling.sampling_metadata import SamplerContext
 from jinfer.sampling.token_history import History, scatter_ids
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ MAX_MATCH = 128
 _MOST = 1e30  # finite, so that a penalized token is still likelier than a forbidden one
 
 
-def dry(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+def dry(x: Float[Array, "rows vocab"], context: SamplerContext) -> Float[Array, "rows vocab"]:
     """Takes multiplier * base ** (match - allowed length) from the logits.
 
     A token's match is the length of the longest suffix of the sequence that it followed before. No

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
 from jinfer.sampling.rng import uniform
-from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
+from jinfer.sampling.sampling_metadata import SamplerContext, SamplingMetadata
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Counts(NamedTuple):
     by: Int[Array, "rows contexts candidates"]
 
 
-def fsd(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+def fsd(x: Float[Array, "rows vocab"], context: SamplerContext) -> Float[Array, "rows vocab"]:
     """0 for the token chosen, -inf for all others.
 
     Of the `fsd_k` likeliest tokens the one with the greatest (1 - alpha) p - alpha s, where s is

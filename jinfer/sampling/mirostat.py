@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
+from jinfer.sampling.sampling_metadata import SamplerContext, SamplingMetadata
 from jinfer.sampling.thresholds import top_values
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _LN2 = 0.6931471805599453
 _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to
 
 
-def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+def mirostat(x: Float[Array, "rows vocab"], context: SamplerContext) -> Float[Array, "rows vocab"]:
     """Log-probabilities, -inf for tokens of too much surprise; the likeliest always stays.
 
     Version 2 drops what has more than mu bits of surprise. Version 1 keeps the k likeliest, where

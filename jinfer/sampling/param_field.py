@@ -40,7 +40,7 @@ class Parameter:
         group: its heading.
         aliases: other engines' names of it.
         fields: the fields of HTTP requests that set it, first the one that the page shows.
-        column: whether sampler stages read it: it is a column of `SamplingMetadata`.
+        column: whether samplers read it: it is a column of `SamplingMetadata`.
         draws: whether it does nothing where nothing is drawn.
         needs: the parameter without which it does nothing.
         strategies: the only strategies that read it; none: all.

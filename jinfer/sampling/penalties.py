@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
-from jinfer.sampling.sampling_metadata import StageContext
+from jinfer.sampling.sampling_metadata import SamplerContext
 from jinfer.sampling.token_history import scatter_ids
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ type Logits = Float[Array, "rows vocab"]
 type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written
 
 
-def rules(x: Logits, context: StageContext) -> Logits:
+def rules(x: Logits, context: SamplerContext) -> Logits:
     """Adds `logit_bias`, and forbids bad words, banned tokens and an end before `min_tokens`.
 
     Of a bad word the last token is forbidden where its others are the last of the sequence.
@@ -38,7 +38,7 @@ def rules(x: Logits, context: StageContext) -> Logits:
     return x.at[scatter_ids(ids, x.shape[-1])].add(added, mode="drop")
 
 
-def penalties(x: Logits, context: StageContext) -> Logits:
+def penalties(x: Logits, context: SamplerContext) -> Logits:
     """Lowers the logits of tokens that the sequence has.
 
     The repetition penalty (arXiv 1909.05858) looks at prompt and answer, the presence and

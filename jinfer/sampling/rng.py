@@ -35,10 +35,10 @@ def noise(
 
 
 def uniform(
-    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], stage: Literal["xtc", "random_fsd"]
+    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], sampler: Literal["xtc", "random_fsd"]
 ) -> Float[Array, " rows"]:
-    """Uniform numbers from 0 to below 1 for a stage's own decision."""
-    stream = jnp.full_like(drawn, _STREAMS[stage])
+    """Uniform numbers from 0 to below 1 for a sampler's own decision."""
+    stream = jnp.full_like(drawn, _STREAMS[sampler])
 
     def of_row(key: Array, words: Array) -> Array:
         return threefry_2x32(key, words)[0]

@@ -1,8 +1,8 @@
 """Sampler: logits to next tokens, by one function for a mixed batch.
 
-Every row goes through stages of its own, in its own order. A row's result depends on its logits,
+Every row goes through samplers of its own, in its own order. A row's result depends on its logits,
 parameters, state and history alone, to the bit. On CPUs a custom call samples, if it knows the
-stages of the program; XLA's operations are its reference. There, what only some rows need is
+samplers of the program; XLA's operations are its reference. There, what only some rows need is
 computed only if there are such rows; on a GPU some of it always.
 """
 
@@ -21,15 +21,15 @@ from jinfer.ops.backend import backend
 from jinfer.sampling import penalties
 from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise
+from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES, SAMPLERS
 from jinfer.sampling.sampling_metadata import (
     COUNTS,
-    LAST_STAGE,
+    END_OF_CHAIN,
     NUMBERS,
+    SamplerContext,
     SamplerState,
     SamplingMetadata,
-    StageContext,
 )
-from jinfer.sampling.stages import NOT_FINITE, STAGES, TABLE
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 _LANES = 64  # logits reduced side by side (SIMD)
 
-type StageFunction = Callable[[Array, StageContext], Array]
+type SamplerFunction = Callable[[Array, SamplerContext], Array]
 
 
-def _function(path: str) -> StageFunction:
+def _function(path: str) -> SamplerFunction:
     module, _, name = path.partition(".")
-    function: StageFunction = getattr(import_module(f"jinfer.sampling.{module}"), name)
+    function: SamplerFunction = getattr(import_module(f"jinfer.sampling.{module}"), name)
     return function
 
 
-FUNCTIONS = {stage.name: _function(stage.function) for stage in TABLE}
+FUNCTIONS = {sampler.name: _function(sampler.function) for sampler in SAMPLERS}
 
 
 def sample(
@@ -60,7 +60,7 @@ def sample(
     *,
     mask: UInt[Array, "slots words"] | None = None,
     masked: Bool[Array, " slots"] | None = None,
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> tuple[Int[Array, " rows"], SamplerState]:
     """Samples the next token of each row, and counts it.
 
@@ -73,14 +73,14 @@ def sample(
         prompt_lengths: how many of them are the prompt.
         mask: a bit for each token, the lowest of a word first; 0 forbids it.
         masked: of which slots the mask counts.
-        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
+        samplers: those of the program; no row may need another (`sampler_chain.sampler_sets`).
 
     Returns:
         A token and the state of each row; `NOT_FINITE` where a logit is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
-    if sampler_calls.knows(stages):
+    if sampler_calls.knows(samplers):
         sequences = (history, lengths, prompt_lengths, slots, slots)
         tokens, mu, _ = sampler_calls.sample(logits, _operands(metadata, state), *sequences, masks)
     else:
@@ -89,7 +89,7 @@ def sample(
             of_rows = SamplingMetadata(*(part[slots] for part in metadata))
             past = History(history, slots, lengths[slots], prompt_lengths[slots])
             states = SamplerState(*(part[slots] for part in state))
-            return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, stages)
+            return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, samplers)
 
         # Where every row wants its greatest logit nothing else is computed, and no parameters are
         # gathered.
@@ -112,7 +112,7 @@ def filtered_logits(
     *,
     mask: UInt[Array, "slots words"],
     masked: Bool[Array, " slots"],
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
     """The logits that `sample` draws from, given the same: -inf for what it does not draw.
 
@@ -122,27 +122,28 @@ def filtered_logits(
     states = SamplerState(*(part[slots] for part in state))
     past = History(history, slots, lengths[slots], prompt_lengths[slots])
     allowed = _allowed(logits.astype(jnp.float32), mask, masked, slots)
-    left = apply_stages(allowed, of_rows, states, past, stages)
+    left = apply_samplers(allowed, of_rows, states, past, samplers)
     taken = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
     drawn = of_rows.column("draws")[:, None] > 0
     return jnp.where(drawn, left, jnp.where(taken, 0.0, -jnp.inf))
 
 
 def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, ...]:
-    """Metadata and state as the custom call reads them: columns and stages in its order.
+    """Metadata and state as the custom call reads them: columns and samplers in its order.
 
-    No row may have a stage that the call does not know.
+    No row may have a sampler that the call does not know.
     """
     layout = sampler_calls.layout()
-    stages = metadata.stages
-    if layout.stages != STAGES:
-        last = len(layout.stages)
-        numbers = [layout.stages.index(s) if s in layout.stages else last for s in (*STAGES, "")]
-        stages = jnp.array(numbers, jnp.int32)[stages[:, :last]]
+    chain = metadata.chain
+    if layout.samplers != SAMPLER_NAMES:
+        last = len(layout.samplers)
+        known = {name: number for number, name in enumerate(layout.samplers)}
+        numbers = [known.get(name, last) for name in (*SAMPLER_NAMES, "")]
+        chain = jnp.array(numbers, jnp.int32)[chain[:, :last]]
     arranged = metadata._replace(
         numbers=_arranged(metadata.numbers, NUMBERS, layout.numbers),
         counts=_arranged(metadata.counts, COUNTS, layout.counts),
-        stages=stages,
+        chain=chain,
     )
     return (*arranged, *state)
 
@@ -155,7 +156,7 @@ def _arranged(x: Array, names: tuple[str, ...], order: tuple[str, ...]) -> Array
 def _greedy(metadata: SamplingMetadata) -> Bool[Array, " slots"]:
     """Which slots want the greatest logit, as it is."""
     draws, surprise = metadata.column("draws"), metadata.column("mirostat")
-    return (metadata.stages[:, 0] == LAST_STAGE) & (draws == 0) & (surprise == 0)
+    return (metadata.chain[:, 0] == END_OF_CHAIN) & (draws == 0) & (surprise == 0)
 
 
 def _allowed(
@@ -182,10 +183,10 @@ def _drawn(
     metadata: SamplingMetadata,
     state: SamplerState,
     past: History,
-    stages: Sequence[str],
+    samplers: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
-    left = apply_stages(logits, metadata, state, past, stages)
+    left = apply_samplers(logits, metadata, state, past, samplers)
     tokens = _if_some(
         metadata.column("draws") > 0,
         lambda: argmax(add_gumbel_noise(left, metadata, state)),
@@ -209,49 +210,49 @@ def _if_some(
     return lax.cond(jnp.any(rows), all_rows, otherwise)
 
 
-def apply_stages(
+def apply_samplers(
     logits: Float[Array, "rows vocab"],
     metadata: SamplingMetadata,
     state: SamplerState,
     history: History,
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
-    """Logits after the stages: -inf for what is never drawn.
+    """Logits after the samplers: -inf for what is never drawn.
 
-    In XLA's operations in each round the stage runs that is first in the default order among those
-    that rows need next, on all these rows. So a stage runs once where all orders agree, and every
-    order is possible in one program that has each stage once.
+    With XLA's operations each round runs, of the samplers that rows need next, the first in the
+    default order, on all rows that need it. So a sampler runs once where all orders agree, and one
+    program that has each sampler once can run every order.
 
     Args:
         metadata, state, history: of each row.
-        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
+        samplers: those of the program; no row may need another (`sampler_chain.sampler_sets`).
     """
-    if sampler_calls.knows(stages):
+    if sampler_calls.knows(samplers):
         tokens, slots, lengths, prompts = history
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
         sequences = (tokens, lengths, prompts, rows, slots)
         operands = _operands(metadata, state)
         return sampler_calls.sample(logits, operands, *sequences, filtered=True)[2]
-    functions = list(dict.fromkeys(FUNCTIONS[name] for name in STAGES if name in stages))
-    which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in STAGES]
+    functions = list(dict.fromkeys(FUNCTIONS[name] for name in SAMPLER_NAMES if name in samplers))
+    which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in SAMPLER_NAMES]
     function_of = jnp.array(which, jnp.int32)
 
-    def next_stages(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        return jnp.take_along_axis(metadata.stages, done[:, None], axis=-1)[:, 0]
+    def next_samplers(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        return jnp.take_along_axis(metadata.chain, done[:, None], axis=-1)[:, 0]
 
     def more(carry: tuple[Array, Array]) -> Bool[Array, ""]:
-        return jnp.min(next_stages(carry[1])) < LAST_STAGE
+        return jnp.min(next_samplers(carry[1])) < END_OF_CHAIN
 
-    def run_stage(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def run_sampler(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, done = carry
-        following = next_stages(done)
-        stage = jnp.min(following)
-        rows = following == stage
-        context = StageContext(stage, metadata, state, history.only(rows))
-        new = lax.switch(function_of[stage], functions, x, context)
+        following = next_samplers(done)
+        sampler = jnp.min(following)
+        rows = following == sampler
+        context = SamplerContext(sampler, metadata, state, history.only(rows))
+        new = lax.switch(function_of[sampler], functions, x, context)
         return jnp.where(rows[:, None], new, x), done + rows.astype(jnp.int32)
 
-    return lax.while_loop(more, run_stage, (logits, jnp.zeros_like(state.drawn)))[0]
+    return lax.while_loop(more, run_sampler, (logits, jnp.zeros_like(state.drawn)))[0]
 
 
 def ends_sequence(

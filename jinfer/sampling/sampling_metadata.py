@@ -18,19 +18,19 @@ from jinfer.sampling.param_ranges import (
     MAX_END_IDS,
 )
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import SAMPLER_NAMES
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
-from jinfer.sampling.stages import STAGES
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt
 
-# The columns of the device's arrays: two that follow from several parameters, then those of the
-# table, real numbers and whole ones.
+# The columns of the device's arrays: two that follow from several parameters, then parameters,
+# real numbers and whole ones.
 _COLUMNS = tuple(p for p in PARAMETERS.values() if p.column)
-NUMBERS = ("scale", *(p.name for p in _COLUMNS if p.type == "float"))
+NUMBERS = ("temperature", *(p.name for p in _COLUMNS if p.type == "float"))
 COUNTS = ("draws", *(p.name for p in _COLUMNS if p.type != "float"))
-LAST_STAGE = len(STAGES)  # follows the stages of a row
+END_OF_CHAIN = len(SAMPLER_NAMES)  # follows the samplers of a row
 
 type Encode = Callable[[str], Sequence[int]]
 
@@ -41,7 +41,7 @@ class SamplingMetadata(NamedTuple):
     Attributes:
         numbers, counts: columns named by `NUMBERS` and `COUNTS`.
         key: the seed.
-        stages: indices into `STAGES` in the row's order, then `LAST_STAGE`.
+        chain: indices into `SAMPLER_NAMES` in the row's order, then `END_OF_CHAIN`.
         end_ids: tokens that end the sequence, then -1, as in all lists of ids.
         bias_ids, biases: tokens, and what is added to the logit of each.
         bad_words: sequences that must not be completed, with -1 in front.
@@ -51,7 +51,7 @@ class SamplingMetadata(NamedTuple):
     numbers: Float[Array, "rows numbers"]
     counts: Int[Array, "rows counts"]
     key: UInt[Array, "rows 2"]
-    stages: Int[Array, "rows stages"]
+    chain: Int[Array, "rows samplers"]
     end_ids: Int[Array, "rows ends"]
     bias_ids: Int[Array, "rows biased"]
     biases: Float[Array, "rows biased"]
@@ -77,16 +77,16 @@ class SamplerState(NamedTuple):
     mu: Float[Array, " rows"]
 
 
-class StageContext(NamedTuple):
-    """What a stage reads besides logits.
+class SamplerContext(NamedTuple):
+    """What a sampler reads besides logits.
 
     Attributes:
-        stage: its index in `STAGES`: one function may serve several.
-        metadata, state, history: of each row; the history of rows that the stage is not for is
+        index: the sampler's in `SAMPLER_NAMES`, because one function may serve several.
+        metadata, state, history: of each row; the history of rows that the sampler is not for is
             empty.
     """
 
-    stage: Int[Array, ""]
+    index: Int[Array, ""]
     metadata: SamplingMetadata
     state: SamplerState
     history: History
@@ -115,15 +115,16 @@ def metadata_row(
     _check("logit_bias", bias, vocab)
     biases = np.zeros((1, MAX_BIASED), np.float32)
     biases[0, : len(bias)] = list(bias.values())
-    numbers = np.array([[getattr(params, name) for name in NUMBERS]], np.float64)
+    values = [params.chain_temperature, *(getattr(params, name) for name in NUMBERS[1:])]
+    numbers = np.array([values], np.float64)
     counts = [[getattr(params, name) for name in COUNTS]]
-    order = [STAGES.index(name) for name in chain(params)]
+    order = [SAMPLER_NAMES.index(name) for name in chain(params)]
     parts: tuple[Any, ...] = (
         # A number that float32 would take for 0 is not 0.
         np.where(numbers > 0, np.maximum(numbers, 1e-37), numbers).astype(np.float32),
         np.array(counts, np.int32),
         np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
-        _listed(order, len(STAGES), LAST_STAGE),
+        _listed(order, len(SAMPLER_NAMES), END_OF_CHAIN),
         _listed(ends, MAX_END_IDS),
         _listed(bias, MAX_BIASED),
         biases,

@@ -1,7 +1,7 @@
 """Sampling parameters: `SamplingParams`, the table from which all else about them is made.
 
 A field's row says its type and default, and by `param` its range, group, other engines' names and
-whether sampler stages read it. The checks, the columns of `SamplingMetadata`, the fields of HTTP
+whether samplers read it. The checks, the columns of `SamplingMetadata`, the fields of HTTP
 requests and the flags follow from it. The class's docstring says what a parameter does, for
 `--help` and the description of the routes too. `sampling_keywords.SamplingKeywords` has the types
 once more, because no type checker derives keywords from a dataclass.
@@ -21,7 +21,7 @@ from jinfer.sampling import param_ranges as r
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_field import by_name, param, parameters
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.stages import FILTERS, SAMPLERS, sampler_name
+from jinfer.sampling.samplers import FILTERS, SELECTABLE, sampler_name
 from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
@@ -47,9 +47,9 @@ _structure = partial(param, group="Structure")
 class SamplingParams:
     """How a request's next tokens are chosen; docs/sampling.md says more of each.
 
-    Stages run in the order of `stages.TABLE`, or as `samplers` says, each on what the one before
-    left. Other engines' names of strategies and samplers are accepted too, and those of parameters
-    by `from_names`.
+    Samplers run in the order of the table `SAMPLERS`, or in that of `samplers`, each on the logits
+    that its predecessor left. Strategies and samplers may have other engines' names, and so may
+    parameters in `from_names`.
 
     Attributes:
         strategy: "greedy" takes the likeliest token; "sample" draws, with every filter given;
@@ -60,7 +60,8 @@ class SamplingParams:
         dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, so
             far to both sides.
         seed: the same seed, prompt and parameters give the same tokens; None: a new one.
-        samplers: which stages run, in which order; others do not, whatever their parameters say.
+        samplers: the samplers that run, in this order; others do not run, even if their parameters
+            are given.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
         min_p: only tokens at least this share of the likeliest's probability (arXiv 2407.01082).
@@ -134,7 +135,7 @@ class SamplingParams:
         needs="dynatemp_range",
     )
     seed: int | None = _choice(None, r.count(0, r.MAX_SEED), aliases="random_seed", minus_one=True)
-    samplers: tuple[str, ...] | list[str] | None = _choice(None, r.Names(SAMPLERS, sampler_name))
+    samplers: tuple[str, ...] | list[str] | None = _choice(None, r.Names(SELECTABLE, sampler_name))
     top_k: int = _filter(0, r.count(0, note="all"), aliases="max_k", minus_one=True)
     top_p: float = _filter(1.0, r.SHARE)
     min_p: float = _filter(0.0, r.SHARE)
@@ -291,18 +292,18 @@ class SamplingParams:
             return False
         if self.strategy != "auto" or self.temperature is not None:
             return True
-        return any(stage.active(self) for stage in FILTERS)
+        return any(sampler.active(self) for sampler in FILTERS)
 
     @property
-    def scale(self) -> float:
-        """What the logits are divided by where the chain has a temperature."""
-        asked = 1.0 if self.temperature is None else self.temperature
-        return max(asked, _COLDEST) if self.strategy in ("fsd", "random_fsd") else asked
+    def chain_temperature(self) -> float:
+        """The divisor of the logits where the sampler chain has a temperature."""
+        value = 1.0 if self.temperature is None else self.temperature
+        return max(value, _COLDEST) if self.strategy in ("fsd", "random_fsd") else value
 
     @property
     def drawing_temperature(self) -> float:
         """The temperature to draw with; 0 where nothing is drawn."""
-        return self.scale if self.draws else 0.0
+        return self.chain_temperature if self.draws else 0.0
 
 
 def _outside(name: str, expected: str, value: Any) -> RequestError:

@@ -1,4 +1,4 @@
-"""Token history: the tokens of each row's sequence, as sampler stages read them."""
+"""Token history: the tokens of each row's sequence, as samplers read them."""
 
 from __future__ import annotations
 

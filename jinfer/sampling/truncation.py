@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.sampling.rng import uniform
-from jinfer.sampling.sampling_metadata import StageContext
-from jinfer.sampling.stages import STAGES
+from jinfer.sampling.samplers import SAMPLER_NAMES
+from jinfer.sampling.sampling_metadata import SamplerContext
 from jinfer.sampling.temperature import entropy
 from jinfer.sampling.thresholds import bisect_max, top_mass
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 type Logits = Float[Array, "rows vocab"]
 
 
-def top_k_top_p(x: Logits, context: StageContext) -> Logits:
+def top_k_top_p(x: Logits, context: SamplerContext) -> Logits:
     """top_k, top_p and typical_p: the first tokens by some order that reach some mass.
 
     top_k (arXiv 1805.04833): the likeliest, that many. top_p (arXiv 1904.09751): the
     likeliest, of this probability. typical_p (arXiv 2202.00666): those whose surprise is nearest
     to the expected one, of this probability.
     """
-    top_k = context.stage == STAGES.index("top_k")
-    typical = context.stage == STAGES.index("typical_p")
+    top_k = context.index == SAMPLER_NAMES.index("top_k")
+    typical = context.index == SAMPLER_NAMES.index("typical_p")
     order, weights = lax.cond(typical, _surprise, lambda x: (x, _weights(x)), x)
     weights = jnp.where(top_k, 1.0, weights)
     metadata = context.metadata
@@ -48,7 +48,7 @@ def _surprise(x: Logits) -> tuple[Array, Array]:
     return -jnp.abs(logprobs + entropy(logprobs)[:, None]), jnp.exp(logprobs)
 
 
-def min_p_top_a(x: Logits, context: StageContext) -> Logits:
+def min_p_top_a(x: Logits, context: SamplerContext) -> Logits:
     """min_p and top_a: the tokens of at least a probability that depends on the greatest, p.
 
     min_p (arXiv 2407.01082): min_p * p. top_a (BlinkDL, 2022): top_a * p^2.
@@ -56,12 +56,12 @@ def min_p_top_a(x: Logits, context: StageContext) -> Logits:
     weights = _weights(x)
     # With p = 1 / total, top_a * p^2 is top_a / total in units of p.
     top_a = context.metadata.column("top_a") / jnp.sum(weights, axis=-1)
-    squared = context.stage == STAGES.index("top_a")
+    squared = context.index == SAMPLER_NAMES.index("top_a")
     least = jnp.where(squared, top_a, context.metadata.column("min_p"))
     return _keep(x, weights >= least[:, None])
 
 
-def tfs_z(x: Logits, context: StageContext) -> Logits:
+def tfs_z(x: Logits, context: SamplerContext) -> Logits:
     """Tail-free sampling (Phenix and Egan, 2019): probabilities up to where they flatten.
 
     Of the sorted probabilities' second differences, without their signs, the first ones are taken
@@ -84,7 +84,7 @@ def tfs_z(x: Logits, context: StageContext) -> Logits:
     return _keep(x, x >= least)
 
 
-def top_n_sigma(x: Logits, context: StageContext) -> Logits:
+def top_n_sigma(x: Logits, context: SamplerContext) -> Logits:
     """Logits at most n standard deviations below the greatest (arXiv 2411.07641).
 
     The deviation is that of the tokens not dropped yet. A temperature, before or after, changes
@@ -98,7 +98,7 @@ def top_n_sigma(x: Logits, context: StageContext) -> Logits:
     return _keep(x, x >= jnp.max(x, axis=-1, keepdims=True) - reach)
 
 
-def xtc(x: Logits, context: StageContext) -> Logits:
+def xtc(x: Logits, context: SamplerContext) -> Logits:
     """XTC, exclude top choices (p-e-w, 2024): at times only the least likely of the likely tokens.
 
     With the probability `xtc_probability` all tokens of at least `xtc_threshold` are dropped but

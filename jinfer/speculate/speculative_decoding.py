@@ -20,7 +20,7 @@ from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.backoff import Backoff
 from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
@@ -371,7 +371,7 @@ class SpeculativeDecoder:
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
     def _step_keys(self, engine: EngineCore) -> Iterator[StepKey]:
-        for stages in stage_sets():
+        for stages in sampler_sets():
             for size in batch_sizes(engine):
                 for chosen in sorted({1, engine.sampled_rows(size, 2)}):
                     for places in (0, PLACES_PER_TOKEN * size) if self._branched(engine) else (0,):

@@ -12,7 +12,7 @@ from jinfer.cpu import build_library, sample
 from jinfer.cpu.isa import Isa
 from jinfer.sampling.logprobs import log_probabilities_reference
 from jinfer.sampling.rng import noise
-from jinfer.sampling.stages import NOT_FINITE
+from jinfer.sampling.samplers import NOT_FINITE
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params
@@ -41,7 +41,7 @@ def in_sampler(**parts: Any) -> Batch:
     [
         (in_sampler(numbers=jnp.zeros((2, 20))), "parameters"),
         (in_sampler(counts=jnp.zeros((2, 13), jnp.int32)), "parameters"),
-        (in_sampler(stages=jnp.zeros((2, 14), jnp.int32)), "parameters"),
+        (in_sampler(chain=jnp.zeros((2, 14), jnp.int32)), "parameters"),
         (in_sampler(key=jnp.zeros((1, 2), jnp.uint32)), "parameters"),
         (in_sampler(end_ids=jnp.zeros((1, 4), jnp.int32)), "lists"),
         (in_sampler(biases=jnp.zeros((2, 3))), "lists"),
@@ -127,7 +127,7 @@ def test_noise_is_that_of_the_seed(seed: int, isa: Isa) -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("vocab", [1, 2, 3, 15, 16, 17, 63, 65, 130, 2047])
 def test_any_size(vocab: int, isa: Isa) -> None:
-    """Every stage at once, where vectors are not filled."""
+    """Every sampler at once, where vectors are not filled."""
     everything = params(
         temperature=1.5, top_k=40, top_p=0.9, min_p=0.01, typical_p=0.95, tfs_z=0.99, top_a=0.01,
         top_n_sigma=3.0, repetition_penalty=1.1, xtc_probability=0.5, dynatemp_range=0.5,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from tests.reference import numpy_stages as numpy
+from tests.reference import numpy_samplers as numpy
 
 PROMPT = [1, 403, 407, 261, 378]
 

@@ -14,11 +14,11 @@ from jinfer.cpu import build_library
 from jinfer.cpu.isa import Isa
 from jinfer.ops import sampler_calls
 from jinfer.ops.backend import target_platform
-from jinfer.sampling.sampler import apply_stages, sample
+from jinfer.sampling.sampler import apply_samplers, sample
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import COMMON, SELECTABLE
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.stages import COMMON, SAMPLERS
 from jinfer.sampling.token_history import History
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
@@ -47,7 +47,7 @@ ALL: list[dict[str, Any]] = [
     {"strategy": "random_fsd"},
     {"logit_bias": {3: 5.0}, "banned_token_ids": [4], "bad_words_ids": [[5], [1, 2]]},
     {"min_tokens": 5, "stop_token_ids": [7], "temperature": 1.0},
-    {"samplers": SAMPLERS[::-1], "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}
+    {"samplers": SELECTABLE[::-1], "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}
     | {"temperature": 1.5, "repetition_penalty": 1.1, "tfs_z": 0.99, "top_a": 0.01}
     | {"dry_multiplier": 0.2, "dry_sequence_breakers": (), "top_n_sigma": 2.0},
     {"samplers": ["min_p", "temperature", "top_k"], "min_p": 0.02, "top_k": 30},
@@ -126,14 +126,14 @@ def test_what_is_left_has_the_same_bits() -> None:
         assert np.array_equal(left([row])[0], together[row]), ALL[row]
 
 
-def test_a_program_of_the_common_stages_samples_the_same(both_ways: str) -> None:
+def test_a_program_of_the_common_samplers_samples_the_same(both_ways: str) -> None:
     if both_ways == "call":
-        pytest.skip("it has all stages")
+        pytest.skip("it has all samplers")
     plain = [i for i, fields in enumerate(ALL) if set(chain(params(**fields))) <= {*COMMON}]
     assert len(plain) > 6
     which = (plain * len(ALL))[: len(ALL)]  # as many rows as above
     going = [Run([ALL[i] for i in which], which, VOCAB) for _ in range(2)]
-    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, stages=COMMON))
+    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, samplers=COMMON))
     for step in range(STEPS):
         x = logits_of(which, step, VOCAB)
         full, few = (r.step(p, x)[0] for r, p in zip(going, programs, strict=True))
@@ -211,7 +211,7 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
     assert isinstance(row.sampler, SamplingMetadata)
 
 
-ON_A_GPU = Jitted(sample), Jitted(apply_stages)
+ON_A_GPU = Jitted(sample), Jitted(apply_samplers)
 KINDS = ["plain", "ties", "forbidden", "flat", "huge"]
 
 

@@ -82,7 +82,7 @@ def test_filters_are_those_of_sorting(kind: str, seed: int) -> None:
     for row, p in zip(got, FILTERS, strict=True):
         kept = kept_by_sorting(logits, p)
         assert np.array_equal(row > -np.inf, kept), p
-        most = logits.max() if p.draws else 0.0  # the temperature's stage takes it away
+        most = logits.max() if p.draws else 0.0  # the temperature's sampler takes it away
         assert_allclose(row[kept], logits[kept] - most, atol=1e-6)
 
 

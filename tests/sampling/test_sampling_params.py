@@ -1,4 +1,4 @@
-"""The parameters of a request: their rules, their other names, the stages that they ask for."""
+"""The parameters of a request: their rules, their other names, the samplers that they ask for."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.sampler import FUNCTIONS
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import SAMPLER_NAMES
 from jinfer.sampling.sampling_metadata import COUNTS, NUMBERS, allowed_mask, metadata_row
 from jinfer.sampling.sampling_params import ALIASES, RANGES, SamplingParams, canonical_names
-from jinfer.sampling.stages import STAGES
 from tests.sampling.batches import VOCAB, encode, params
 
 
@@ -183,13 +183,13 @@ def test_every_number_has_a_range() -> None:
     assert {name for name, field in fields.items() if field.type in kinds} == RANGES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(set(NUMBERS) | set(COUNTS)))
+@pytest.mark.parametrize("name", sorted({*NUMBERS, *COUNTS} - {"temperature"}))
 def test_every_column_is_a_parameter(name: str) -> None:
     assert isinstance(getattr(params(), name), int | float)
 
 
-def test_every_stage_has_a_function() -> None:
-    assert tuple(FUNCTIONS) == STAGES
+def test_every_sampler_has_a_function() -> None:
+    assert tuple(FUNCTIONS) == SAMPLER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,11 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
         "bad_words", "choice", "samplers")}))  # fmt: skip
 
 
-# The stages that a request asks for.
+# The samplers that a request asks for.
 
 
 @pytest.mark.parametrize(
-    ("fields", "stages"),
+    ("fields", "samplers"),
     [
         ({}, ()),
         ({"temperature": 0.0, "top_k": 5, "xtc_probability": 0.5}, ()),
@@ -314,8 +314,8 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
     ],
     ids=str,
 )
-def test_chain(fields: dict[str, Any], stages: tuple[str, ...]) -> None:
-    assert chain(params(**fields)) == stages
+def test_chain(fields: dict[str, Any], samplers: tuple[str, ...]) -> None:
+    assert chain(params(**fields)) == samplers
 
 
 def test_samplers_run_in_the_order_of_the_request() -> None:
@@ -383,5 +383,5 @@ def test_the_page_tells_of_every_parameter_and_its_default() -> None:
         described = [line for line in lines if line.startswith(f"| `{name}` |")]
         if described and isinstance(field.default, int | float) and field.default is not False:
             assert f"| {field.default}" in described[-1], name
-    for stage in STAGES:
-        assert stage in page, stage
+    for sampler in SAMPLER_NAMES:
+        assert sampler in page, sampler

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.backoff import Backoff
 from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.replay_drafter import ReplayDrafter
@@ -137,7 +137,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         keys = [
             key
             for key in speculation._step_keys(engine)
-            if not key.masked and key.stages == stage_sets()[0]
+            if not key.masked and key.stages == sampler_sets()[0]
         ]
         for future in engine.programs.announce(keys):
             future.result()

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jinfer.cli.terminal.generate_flags import sampling, spelled
+from jinfer.sampling.samplers import SELECTABLE
 from jinfer.sampling.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
-from jinfer.sampling.stages import SAMPLERS
 
 
 class FlagError(ValueError):
@@ -145,7 +145,7 @@ def _without_effect(given: Collection[str], params: SamplingParams) -> Iterator[
                 yield flag, why
         if "temperature" in given and params.temperature and params.strategy != "fsd":
             yield "temperature", why
-    for flag in SAMPLERS:
+    for flag in SELECTABLE:
         if flag in given and params.samplers is not None and flag not in params.samplers:
             yield flag, "--samplers leaves it out"
 

@@ -21,7 +21,7 @@ from jinfer.engine.runner.steps import Leaves, decode_loop, newest_logits
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
-from jinfer.sampling.sampler import add_gumbel_noise, apply_stages
+from jinfer.sampling.sampler import add_gumbel_noise, apply_samplers
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def propose_next(
     past = History(state.history, rows, lengths, state.prompts[rows])
     allowed = penalties.masked(logits.astype(jnp.float32), state.mask, rows, state.masked[rows])
     scores = add_gumbel_noise(
-        apply_stages(allowed, sampler, progress, past, stages), sampler, progress
+        apply_samplers(allowed, sampler, progress, past, stages), sampler, progress
     )
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, tokens = lax.optimization_barrier(lax.top_k(scores, min(WIDTH, scores.shape[1])))

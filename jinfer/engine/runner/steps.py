@@ -30,7 +30,7 @@ from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
-from jinfer.sampling.stages import NOT_FINITE, STAGES
+from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES
 from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
 
@@ -254,9 +254,9 @@ def sample_next(
     if processors := processors_of(stages):
         past = History(state.history, rows, state.lengths[rows], state.prompts[rows])
         never = process(never.astype(jnp.float32), processors, state.processors[rows], past)
-    names = [one for one in stages if one in STAGES]
+    names = [one for one in stages if one in SAMPLER_NAMES]
     of_sampler = (state.sampler, state.progress, state.history, rows, state.lengths, state.prompts)
-    allowed: dict[str, Any] = {"mask": state.mask, "masked": state.masked, "stages": names}
+    allowed: dict[str, Any] = {"mask": state.mask, "masked": state.masked, "samplers": names}
     tokens, progress = sample(never, *of_sampler, **allowed)
     if "post_sampling_probs" in stages:
         left = filtered_logits(never, *of_sampler, **allowed)

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from jinfer.sampling.param_field import Group
 from jinfer.sampling.parameter_docs import described
+from jinfer.sampling.samplers import SELECTABLE
 from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, RANGES
-from jinfer.sampling.stages import SAMPLERS
 from jinfer.sampling.strategies import Strategy
 
 # The request's fields under each heading; other fields are aliases of these, or ask for more than
@@ -24,7 +24,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _PARAMETER_OF = {field: p.name for p in PARAMETERS.values() for field in p.fields}
 _EXAMPLES: Mapping[str, list[Any]] = {
     "strategy": list(get_args(Strategy)),
-    "samplers": [list(SAMPLERS)],
+    "samplers": [list(SELECTABLE)],
 }
 
 

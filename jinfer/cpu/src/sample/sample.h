@@ -14,7 +14,7 @@ namespace jinfer {
 // Python asks for these names (`jinfer_sampler_layout`) and passes the columns in their order; a stage
 // that is not among them is left to XLA's operations.
 #define JINFER_SAMPLER_NUMBERS(X)                   \
-  X(Scale, "scale")                                 \
+  X(Temperature, "temperature")                     \
   X(DynatempRange, "dynatemp_range")                \
   X(DynatempExponent, "dynatemp_exponent")          \
   X(TopP, "top_p")                                  \

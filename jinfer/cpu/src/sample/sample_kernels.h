@@ -38,9 +38,9 @@ void run_stage(Stage stage, Candidates& candidates, const Request& request) {
   switch (stage) {
     case kPenaltiesStage: return penalties(candidates, request);
     case kDryStage: return dry(candidates, request);
-    case kTemperatureStage: return divide(candidates, n[kScale]);
+    case kTemperatureStage: return divide(candidates, n[kTemperature]);
     case kDynatempStage:
-      return dynatemp(candidates, n[kScale], n[kDynatempRange], n[kDynatempExponent]);
+      return dynatemp(candidates, n[kTemperature], n[kDynatempRange], n[kDynatempExponent]);
     case kTopNSigmaStage: return top_n_sigma(candidates, n[kTopNSigma]);
     case kTopKStage: return top_k(candidates, request.counts[kTopK]);
     case kTfsZStage: return tfs_z(candidates, n[kTfsZ]);

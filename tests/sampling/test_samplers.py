@@ -1,4 +1,4 @@
-"""Each stage against its definition in float64, as rows of one batch."""
+"""Each sampler against its definition in float64, as rows of one batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from jinfer.sampling.sampling_metadata import allowed_mask
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.strategies import PAPERS_FSD
 from tests.arrays import on_device
-from tests.reference import numpy_stages as numpy
+from tests.reference import numpy_samplers as numpy
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (
     VOCAB,
@@ -50,7 +50,7 @@ def logits_of(kind: str, seed: int) -> Floats:
     return x
 
 
-def assert_stage(
+def assert_sampler(
     rows: Sequence[tuple[Mapping[str, Any], Callable[[Floats], Floats]]], x: Floats
 ) -> None:
     """Every row's result on the same logits is its definition's."""
@@ -84,14 +84,14 @@ def test_filters(
     name: str, definition: Callable[..., Floats], values: tuple[float, ...], kind: str, seed: int
 ) -> None:
     rows = [(only(name, v), lambda x, v=v: definition(x, v)) for v in values]
-    assert_stage(rows, logits_of(kind, seed))
+    assert_sampler(rows, logits_of(kind, seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_share_of_nothing_keeps_the_first(kind: str) -> None:
     filters = {"top_p": numpy.top_p, "typical_p": numpy.typical_p, "tfs_z": numpy.tfs_z}
     rows = [(only(n, 0), lambda x, f=f: f(x, 1e-30)) for n, f in filters.items()]
-    assert_stage(rows, logits_of(kind, 1))
+    assert_sampler(rows, logits_of(kind, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +104,7 @@ def test_temperature(kind: str) -> None:
         return numpy.temperature(x, *by)
 
     rows = [(dict(zip(names, by, strict=False)), partial(scaled, by=by)) for by in settings]
-    assert_stage(rows, logits_of(kind, 3))
+    assert_sampler(rows, logits_of(kind, 3))
 
 
 def test_a_dynamic_temperature_of_nothing_is_greedy() -> None:
@@ -120,7 +120,7 @@ def test_xtc(kind: str, threshold: float) -> None:
     x = logits_of(kind, 5)
     fields = {"temperature": 1.0, "samplers": ["xtc"], "xtc_threshold": threshold}
     always = fields | {"xtc_probability": 1.0}
-    assert_stage([(always, lambda x: numpy.xtc(x, threshold))], x)
+    assert_sampler([(always, lambda x: numpy.xtc(x, threshold))], x)
 
 
 def test_xtc_happens_as_often_as_asked() -> None:
@@ -402,7 +402,7 @@ def test_contrastive_never_takes_what_is_not_there() -> None:
 
 
 def test_the_order_is_the_requests_own() -> None:
-    """Two orders of the same stages, and the default one, in one batch."""
+    """Two orders of the same samplers, and the default one, in one batch."""
     x, text = logits_of("plain", 30), text_of("few")
     fields: dict[str, Any] = {"temperature": 2.0, "top_p": 0.8, "min_p": 0.05, "seed": 0}
     fields |= {"repetition_penalty": 1.5}

@@ -1,8 +1,8 @@
-"""Sampler stages (llama.cpp's samplers, transformers' logits processors): the table of them.
+"""Samplers (transformers' logits processors): the table of them.
 
-A new stage is a row here, a function of logits and `StageContext` in a module of this package, and
-the rows of its parameters in `sampling_params.py`. Nothing here imports JAX: the command line reads
-this table too.
+A new sampler is a row here, a function of logits and `SamplerContext` in a module of this package,
+and fields in `sampling_params.py`. Nothing here imports JAX, because the command line reads this
+table too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NOT_FINITE = -2  # in place of a token: a logit is NaN or +inf, so there is none
 
 
 @dataclass(frozen=True)
-class Stage:
+class Sampler:
     """A row of the table.
 
     Attributes:
@@ -24,7 +24,7 @@ class Stage:
             is then compiled once.
         active: whether it would change anything, given a request's `SamplingParams`.
         aliases: other engines' names, separated by spaces.
-        filters: whether it drops tokens: a request with such a stage draws from what is left.
+        filters: whether it drops tokens: a request with such a sampler draws from what is left.
         fixed: whether `samplers` cannot name it.
     """
 
@@ -36,8 +36,8 @@ class Stage:
     fixed: bool = False
 
 
-def _filter(name: str, function: str, active: Callable[[Any], bool], aliases: str = "") -> Stage:
-    return Stage(name, f"truncation.{function}", active, aliases, filters=True)
+def _filter(name: str, function: str, active: Callable[[Any], bool], aliases: str = "") -> Sampler:
+    return Sampler(name, f"truncation.{function}", active, aliases, filters=True)
 
 
 def _has_rules(p: Any) -> bool:
@@ -58,12 +58,12 @@ def _always(p: Any) -> bool:
 # min_tokens) always come first. Penalties see the model's own logits. The temperature comes before
 # the filters, as in vLLM and transformers, so that top_p is a share of what is drawn from; the
 # filters follow one another as in llama.cpp. The last two decide by what all others left.
-TABLE = (
-    Stage("rules", "penalties.rules", _has_rules, fixed=True),
-    Stage("penalties", "penalties.penalties", _penalizes, "penalty"),
-    Stage("dry", "dry.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
-    Stage("temperature", "temperature.temperature", _always, "temp temp_ext dynatemp"),
-    Stage("dynatemp", "temperature.dynatemp", _always, fixed=True),
+SAMPLERS = (
+    Sampler("rules", "penalties.rules", _has_rules, fixed=True),
+    Sampler("penalties", "penalties.penalties", _penalizes, "penalty"),
+    Sampler("dry", "dry.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
+    Sampler("temperature", "temperature.temperature", _always, "temp temp_ext dynatemp"),
+    Sampler("dynatemp", "temperature.dynatemp", _always, fixed=True),
     _filter("top_n_sigma", "top_n_sigma", lambda p: p.top_n_sigma > 0),
     _filter("top_k", "top_k_top_p", lambda p: p.top_k > 0),
     _filter("tfs_z", "tfs_z", lambda p: p.tfs_z < 1, "tfs"),
@@ -72,18 +72,18 @@ TABLE = (
     _filter("min_p", "min_p_top_a", lambda p: p.min_p > 0),
     _filter("top_a", "min_p_top_a", lambda p: p.top_a > 0),
     _filter("xtc", "xtc", lambda p: p.xtc_probability > 0),
-    Stage("mirostat", "mirostat.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
-    Stage("fsd", "fsd.fsd", _always, fixed=True),
+    Sampler("mirostat", "mirostat.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
+    Sampler("fsd", "fsd.fsd", _always, fixed=True),
 )
 
-STAGES = tuple(stage.name for stage in TABLE)
-SAMPLERS = tuple(stage.name for stage in TABLE if not stage.fixed)
-FILTERS = tuple(stage for stage in TABLE if stage.filters)
-# The stages of most requests. Where XLA computes them, a program of these alone compiles in a third
-# of the time. (typical_p shares the function of top_p.)
+SAMPLER_NAMES = tuple(sampler.name for sampler in SAMPLERS)
+SELECTABLE = tuple(sampler.name for sampler in SAMPLERS if not sampler.fixed)
+FILTERS = tuple(sampler for sampler in SAMPLERS if sampler.filters)
+# The samplers of most requests. Where XLA computes them, a program of these alone compiles in a
+# third of the time. (typical_p shares the function of top_p.)
 COMMON = ("rules", "temperature", "top_k", "typical_p", "top_p", "min_p")
 
-_ALIASES = {alias: stage.name for stage in TABLE for alias in stage.aliases.split()}
+_ALIASES = {alias: sampler.name for sampler in SAMPLERS for alias in sampler.aliases.split()}
 
 
 def sampler_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Each stage of a sampler as its paper or its author defines it, on one row, in float64.
+"""Each sampler of a sampler as its paper or its author defines it, on one row, in float64.
 
 Logits in, logits out, -inf for what is dropped; among equals all stay, as in the engine.
 """
