@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jinfer.modelspec.field_types import fields
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.resolve_spec import TOP_KEYS
 from jinfer.modelspec.speculation_table import SpeculationSpec
-from jinfer.modelspec.table_reader import fields
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.sampling.param_keywords import is_parameter
 from jinfer.sampling.request_errors import RequestError

@@ -22,11 +22,11 @@ from jinfer.modelspec.blocks import (
     TemperatureSpec,
 )
 from jinfer.modelspec.classification_table import ClassificationSpec
+from jinfer.modelspec.field_types import describe, fields, union
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
 from jinfer.modelspec.speculation_table import DraftSpec, SpeculationSpec
-from jinfer.modelspec.table_reader import fields, union
 
 WIDTH = 120  # of lines
 PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
@@ -136,7 +136,7 @@ def _type(hint: Any) -> str:
 
 def _option(option: Any) -> str:
     if get_origin(option) is Annotated:
-        return str(get_args(option)[1].text)
+        return describe(option)
     if get_origin(option) is Literal:
         return ", ".join(f"`{word}`" for word in get_args(option))
     if get_origin(option) is tuple:

@@ -16,7 +16,7 @@ from jinfer.modelspec.blocks import (
     RopeScalingSpec,
     RopeSpec,
 )
-from jinfer.modelspec.bounded_types import Count, LayerCount, NotNegative, Positive, Size
+from jinfer.modelspec.field_types import Count, LayerCount, NotNegative, Positive, Size
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.table_reader import read_value
 
@@ -105,9 +105,9 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (str, 3, "3 is not a text"),
         (bool | str, 3, "3 is not true or false or a text"),
         (int | None, "$text", "is not a whole number or none"),
-        (blocks.Activation, "silo", "'silo' is not one of the words here; did you mean 'silu'?"),
-        (blocks.Activation, 3, "3 is not one of the words here; allowed: gelu, gelu_tanh"),
-        (blocks.Activation, ["silu"], "['silu'] is not one of the words here"),
+        (blocks.Activation, "silo", "'silo' is not one of the allowed words; did you mean 'silu'?"),
+        (blocks.Activation, 3, "3 is not one of the allowed words; allowed: gelu, gelu_tanh"),
+        (blocks.Activation, ["silu"], "['silu'] is not one of the allowed words"),
         (blocks.Activation, "clamped_swiglu", "allowed: gelu, gelu_tanh, quick_gelu"),
         (Size, 0, "0 is not a whole number from 1 to 2^31 - 1"),
         (Size, -1, "-1 is not a whole number from 1 to 2^31 - 1"),
@@ -301,7 +301,7 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
     ("table", "reason"),
     [
         ({"factor": 2.0}, "some.key.scaling.rope_type: is missing"),
-        ({"type": "longropes"}, "some.key.scaling.rope_type: 'longropes' is not one of the words"),
+        ({"type": "longropes"}, "some.key.scaling.rope_type: 'longropes' is not one of the allowed words"),
         ({"type": "longrope", "short_factor": [1.0, 2.0]}, "scaling.short_factor: has 2 numbers for"
          " 4 pairs"),
         ({"type": "longrope", "long_factor": [1, 1, 0, 1]}, "scaling.long_factor: has a number that"
