@@ -29,7 +29,7 @@ from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.runtime.startup import gc_paused
-from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.sampling.sampling_keywords import ChatKeywords, completing
 
 if TYPE_CHECKING:
     from jaxtyping import Float

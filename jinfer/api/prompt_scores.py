@@ -11,7 +11,7 @@ from jinfer.api.session import Session
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.engine.runner.forward_passes import forward
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 
 
 def prompt_logprobs(session: Session, ids: Sequence[int], top: int) -> list[TokenLogprob]:

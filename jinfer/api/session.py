@@ -55,7 +55,7 @@ from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
 from jinfer.engine.thread_pools import explain_shutdown
-from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.chat_prompt import CONTINUE, Message
 from jinfer.opening.describe import family, stored_as, title
@@ -67,9 +67,9 @@ from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
-from jinfer.sampling.param_keywords import is_parameter
+from jinfer.sampling.param_field import parameter_hint
+from jinfer.sampling.sampling_keywords import is_parameter
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
-from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
@@ -273,10 +273,9 @@ class Session:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
             elif name != CONTINUE and not conversation.reads(name):
-                hint = ABSENT.get(name) or nearest_hint(name, (*PARAMETERS, "special", "variables"))
+                hint = parameter_hint(name, (*PARAMETERS, "special", "variables"))
                 raise RequestError(
-                    "neither sampling nor the model's chat template knows "
-                    f"{show_value(name)}; {hint}"
+                    f"neither sampling nor the model's chat template knows {show_value(name)}{hint}"
                 )
         return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
 

@@ -13,33 +13,10 @@ from typing import NoReturn
 from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
+from jinfer.modelspec.foreign_names import COMMANDS as FOREIGN_COMMANDS
 from jinfer.runtime.startup import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
-# Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.
-_FOREIGN_NAMES = {
-    "run": "chat MODEL",
-    "start": "serve MODEL",
-    "server": "serve MODEL",
-    "cli": "chat MODEL",
-    "complete": "generate MODEL",
-    "completion": "generate MODEL",
-    "ask": "generate MODEL QUESTION",
-    "ls": "list",
-    "models": "list",
-    "search": "list TEXT",
-    "ps": "list, which says what is on this machine; what a server has, its /v1/models",
-    "show": "inspect SOURCE",
-    "info": "inspect SOURCE",
-    "download": "pull NAME",
-    "convert": "quantize SOURCE OUT; without that any checkpoint is read as it is",
-    "create": "generate spec.toml; a model is a TOML file",
-    "rerank": "serve SOURCE, which has /rerank; in Python LLM(SOURCE).classify",
-    "classify": "serve SOURCE, which has /classify; in Python LLM(SOURCE).classify",
-    "embed": "serve SOURCE, which has /v1/embeddings; in Python LLM(SOURCE).embed",
-    "rm": "list --memory, which says where weights come from; the hub's own command removes them",
-    "-v": "--version",
-}
 _NAMES = {command.name: command for command in COMMANDS}
 
 
@@ -144,8 +121,9 @@ def _unknown(word: str) -> str:
     """The error message for an unknown command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
         return f"{word} is no command; did you mean '{prog_of_jinfer()} generate {word}'?"
-    if word in _FOREIGN_NAMES:
-        return f"there is no command {word!r}; there is: {prog_of_jinfer()} {_FOREIGN_NAMES[word]}"
+    if word in FOREIGN_COMMANDS:
+        own = f"{prog_of_jinfer()} {FOREIGN_COMMANDS[word]}"
+        return f"there is no command {word!r}; there is: {own}"
     group, _, rest = word.partition(" ")
     names = [
         name

@@ -96,6 +96,18 @@ def dim(name: str, axis: str = "") -> Any:
     return dataclasses.field(metadata={"dim": name, "axis": axis})
 
 
+def option(default: Any = None, *, flag: str = "", key: str = "", metavar: str = "") -> Any:
+    """A field that a command-line flag sets.
+
+    Args:
+        flag: the name of the flag, if the field has another name.
+        key: the key of a specification that it sets.
+        metavar: the name of its value in help texts, if its type does not say enough.
+    """
+    metadata = {"flag": flag, "key": key, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @cache
 def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """The fields of a dataclass by name, with their types; dimensions are sizes."""
@@ -107,20 +119,19 @@ def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 
 
 @cache
-def documentation(cls: Any) -> dict[str, str]:
+def documentation(cls: Any) -> dict[tuple[str, ...], str]:
     """The texts of a dataclass's fields, from the docstrings of the class and its bases.
 
-    Of fields that a line describes together, the first has the text and the others refer to it.
+    Returns:
+        The names of fields that are described together -> their text.
     """
-    texts: dict[str, str] = {}
-    for base in cls.__bases__:
-        texts |= documentation(base) if dataclasses.is_dataclass(base) else {}
-    section = (inspect.cleandoc(cls.__doc__ or "")).partition("Attributes:\n")[2]
+    texts: dict[tuple[str, ...], str] = {}
+    for base in (base for base in cls.__bases__ if base is not object):
+        texts |= documentation(base)
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     for entry in re.split(r"\n(?=    \S)", section.partition("\n\n")[0]):
         names, _, text = " ".join(entry.split()).partition(": ")
-        first, *others = names.split(", ")
-        texts[first] = f"(with {', '.join(others)}) {text}" if others else text
-        texts |= dict.fromkeys(others, f"see {first}")
+        texts[tuple(names.split(", "))] = text
     return texts
 
 
@@ -144,7 +155,8 @@ def _describe(option: Any) -> str:
     if isinstance(note, Reader):
         return note.expected
     if get_origin(inner) is Literal:
-        return "one of the allowed words"
+        words = get_args(inner)
+        return "one of the allowed words" if len(words) > 1 else f'"{words[0]}"'
     if get_origin(inner) is tuple:
         return "a list of texts" if get_args(inner)[0] is str else "a list of numbers"
     if dataclasses.is_dataclass(inner):
@@ -177,9 +189,10 @@ def read_as(hint: Any, value: Any) -> Any:
 
 def mismatch(hint: Any, value: Any) -> WrongValue:
     """The error of a value that a type does not allow."""
-    words = [word for option in union(hint) if get_origin(option) is Literal
-             for word in get_args(option)]  # fmt: skip
-    return WrongValue(describe(hint), value, f"; {nearest_hint(value, words)}" if words else "")
+    literals = [option for option in union(hint) if get_origin(option) is Literal]
+    words = [word for option in literals for word in get_args(option)]
+    several = len(words) > 1
+    return WrongValue(describe(hint), value, f"; {nearest_hint(value, words)}" if several else "")
 
 
 def _plain(option: Any, bounds: Bounds | None, value: Any) -> Any:

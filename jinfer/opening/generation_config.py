@@ -11,7 +11,8 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.opening.config_json import read_json
 from jinfer.opening.source_errors import SourceError
-from jinfer.sampling.sampling_params import ALIASES, SamplingParams
+from jinfer.sampling.param_field import ALIASES
+from jinfer.sampling.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
 KEY = "defaults"  # of `[generation]`: which defaults count beside its own

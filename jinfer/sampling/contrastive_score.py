@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.param_ranges import MAX_CANDIDATES
+from jinfer.sampling.param_types import MAX_CANDIDATES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.param_types import MAX_BAD_LENGTH
 from jinfer.sampling.sampling_metadata import SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
+from jinfer.sampling.param_types import MAX_CANDIDATES, MAX_NGRAM
 from jinfer.sampling.rng import uniform
 from jinfer.sampling.sampling_metadata import SamplerContext, SamplingMetadata
 from jinfer.sampling.token_history import History

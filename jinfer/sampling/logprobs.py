@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.param_types import MAX_BAD_LENGTH
 from jinfer.sampling.sampling_metadata import SamplerContext
 from jinfer.sampling.token_history import scatter_ids
 

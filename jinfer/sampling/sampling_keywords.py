@@ -1,12 +1,18 @@
-"""Sampling keywords: the types of sampling parameters that are given as keywords."""
+"""Sampling parameters as keywords and dictionaries: types, completion, defaults, overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from inspect import Parameter, Signature, signature
+from types import MappingProxyType
+from typing import Any, Literal, TypedDict, cast
 
 from jinfer.sampling.activation_edits import Edit, Steer
-from jinfer.sampling.sampling_params import Processor
+from jinfer.sampling.param_field import ALIASES
+from jinfer.sampling.param_types import Processor
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams, canonical_names
 from jinfer.sampling.strategies import Strategy
 
 
@@ -79,3 +85,106 @@ class SamplingKeywords(TypedDict, total=False):
     capture: str | tuple[str, ...] | list[str]
     steer: Steer | tuple[Steer, ...] | list[Steer]
     edits: Edit | tuple[Edit, ...] | list[Edit]
+
+
+class ChatKeywords(SamplingKeywords, total=False):
+    """Keywords of `chat`: sampling parameters, and the usual variables of templates.
+
+    Further variables of a template may be passed by name or in `variables`.
+    """
+
+    special: bool
+    tools: list[Any] | tuple[Any, ...] | None
+    documents: list[Any] | tuple[Any, ...] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    enable_thinking: bool
+    reasoning_effort: str
+    variables: Mapping[str, Any]
+
+
+def completing[F: Callable[..., Any]](names: type) -> Callable[[F], F]:
+    """Lists the names of a function's `**keywords` in its signature, for completion by Tab.
+
+    Args:
+        names: the `TypedDict` of its keywords.
+    """
+
+    def completed(function: F) -> F:
+        function.__signature__ = _Completed(function, names)  # type: ignore[attr-defined]
+        return function
+
+    return completed
+
+
+class _Completed(Signature):
+    """A signature made at its first use, so that no start waits for six signatures of 70 names."""
+
+    def __init__(self, function: Any, names: type) -> None:
+        self._function, self._names = function, names
+
+    @cached_property
+    def _whole(self) -> Signature:
+        function = self._function
+        del function.__signature__
+        plain = signature(function)
+        *first, rest = plain.parameters.values()
+        known = {name: hint for each in self._names.__mro__ for name, hint in _hints(each)}
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            for name, hint in known.items()
+        ]
+        function.__signature__ = plain.replace(parameters=[*first, *more, rest])
+        return cast("Signature", function.__signature__)
+
+    @property
+    def parameters(self) -> MappingProxyType[str, Parameter]:
+        return self._whole.parameters
+
+    @property
+    def return_annotation(self) -> Any:
+        return self._whole.return_annotation
+
+    def replace(self, **changes: Any) -> Signature:  # type: ignore[override]
+        return self._whole.replace(**changes)
+
+
+def _hints(table: type) -> Iterator[tuple[str, Any]]:
+    for name, hint in getattr(table, "__annotations__", {}).items():
+        yield name, getattr(hint, "__forward_arg__", hint)
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a name is that of a parameter, jinfer's or another engine's."""
+    return name in PARAMETERS or name in ALIASES
+
+
+def merged(
+    defaults: Mapping[str, Any],
+    params: SamplingParams | Mapping[str, Any] | None,
+    changes: Mapping[str, Any],
+) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        defaults: the model's, for what the request leaves out; a `SamplingParams` leaves out
+            nothing.
+        params: the request's.
+        changes: keywords over them.
+
+    Raises:
+        RequestError: as `SamplingParams`.
+    """
+    if isinstance(params, SamplingParams):
+        return replace(params, **canonical_names(changes)) if changes else params
+    values = {**canonical_names(params or {}), **canonical_names(changes)}
+    return SamplingParams(**over_defaults(canonical_names(defaults), values))
+
+
+def over_defaults(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's values over defaults; a default `min_tokens` gives way to its `max_tokens`."""
+    values = {**defaults, **request}
+    least, most = values.get("min_tokens"), request.get("max_tokens")
+    if "min_tokens" not in request and isinstance(least, int) and isinstance(most, int):
+        values["min_tokens"] = min(least, max(0, most))
+    return values

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.param_ranges import (
+from jinfer.sampling.param_types import (
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
     MAX_BIASED,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # The columns of the device's arrays: two that follow from several parameters, then parameters,
 # real numbers and whole ones.
 _COLUMNS = tuple(p for p in PARAMETERS.values() if p.column)
-NUMBERS = ("temperature", *(p.name for p in _COLUMNS if p.type == "float"))
-COUNTS = ("draws", *(p.name for p in _COLUMNS if p.type != "float"))
+NUMBERS = ("temperature", *(p.name for p in _COLUMNS if p.kind is float))
+COUNTS = ("draws", *(p.name for p in _COLUMNS if p.kind is not float))
 END_OF_CHAIN = len(SAMPLER_NAMES)  # follows the samplers of a row
 
 type Encode = Callable[[str], Sequence[int]]
@@ -81,12 +81,12 @@ class SamplerContext(NamedTuple):
     """What a sampler reads besides logits.
 
     Attributes:
-        index: the sampler's in `SAMPLER_NAMES`, because one function may serve several.
+        number: the index of the sampler in `SAMPLER_NAMES`, because one function may serve several.
         metadata, state, history: of each row; the history of rows that the sampler is not for is
             empty.
     """
 
-    index: Int[Array, ""]
+    number: Int[Array, ""]
     metadata: SamplingMetadata
     state: SamplerState
     history: History

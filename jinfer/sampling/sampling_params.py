@@ -1,33 +1,32 @@
 """Sampling parameters: `SamplingParams`, the table from which all else about them is made.
 
-A field's row says its type and default, and by `param` its range, group, other engines' names and
-whether samplers read it. The checks, the columns of `SamplingMetadata`, the fields of HTTP
-requests and the flags follow from it. The class's docstring says what a parameter does, for
-`--help` and the description of the routes too. `sampling_keywords.SamplingKeywords` has the types
-once more, because no type checker derives keywords from a dataclass.
+A field's annotation is its type with its bounds, and `param` has its group and what else is special
+about it. The checks, the columns of `SamplingMetadata`, the fields of HTTP requests and the flags
+follow from it; the class's docstring is the documentation for `--help` and the routes too. Other
+engines' names are in `modelspec/foreign_names.py`. `sampling_keywords.SamplingKeywords` repeats the
+types, because no type checker derives keywords from a dataclass.
 """
 
 # ruff: noqa: RUF009 (`param` gives a `dataclasses.field`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
+from jinfer.modelspec.field_types import Count, Size, WrongValue, read_as
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.sampling import param_ranges as r
-from jinfer.sampling.activation_edits import Edit, Steer
-from jinfer.sampling.param_field import by_name, param, parameters
+from jinfer.sampling import param_types as types
+from jinfer.sampling.param_field import ALIASES, by_name, param, parameters
+from jinfer.sampling.param_types import MAX_BIASED
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.samplers import FILTERS, SELECTABLE, sampler_name
+from jinfer.sampling.samplers import FILTERS
 from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3
-
-type Processor = Callable[..., Any] | str  # of (logits, tokens, lengths), or a server's name
 
 _choice = partial(param, group="Choice")
 _filter = partial(param, group="Filters", column=True, draws=True)
@@ -121,116 +120,82 @@ class SamplingParams:
             name; for a name that is no parameter's.
     """
 
-    strategy: Strategy = _choice(
-        "auto", r.OneOf(get_args(Strategy)), aliases="decoding_alg decoding_strategy"
+    strategy: Strategy = _choice("auto")
+    temperature: types.Temperature | None = _choice(None)
+    dynatemp_range: types.Temperature = _choice(0.0, column=True, draws=True)
+    dynatemp_exponent: types.UpTo100 = _choice(1.0, column=True, draws=True, needs="dynatemp_range")
+    seed: types.Seed | None = _choice(None, minus_one=True)
+    samplers: types.Samplers | None = _choice(None)
+    top_k: types.CountOrAll = _filter(0, minus_one=True)
+    top_p: types.Share = _filter(1.0)
+    min_p: types.Share = _filter(0.0)
+    typical_p: types.Share = _filter(1.0)
+    tfs_z: types.Share = _filter(1.0)
+    top_a: types.Share = _filter(0.0)
+    top_n_sigma: types.Deviations = _filter(-1.0)
+    xtc_probability: types.Share = _filter(0.0)
+    xtc_threshold: types.Share = _filter(0.1, needs="xtc_probability")
+    mirostat: types.MirostatVersion = _mirostat(0)
+    mirostat_tau: types.UpTo100 = _mirostat(5.0, needs="mirostat")
+    mirostat_eta: types.Share = _mirostat(0.1, needs="mirostat")
+    repetition_penalty: types.Factor = _penalty(1.0, fields="repetition_penalty repeat_penalty")
+    presence_penalty: types.Signed = _penalty(0.0)
+    frequency_penalty: types.Signed = _penalty(0.0)
+    penalty_last_n: types.Window = _penalty(-1, fields="penalty_last_n repeat_last_n")
+    dry_multiplier: types.UpTo100 = _penalty(0.0)
+    dry_base: types.DryBase = _dry(1.75, column=True)
+    dry_allowed_length: Size = _dry(2, column=True)
+    dry_penalty_last_n: types.Window = _dry(-1, column=True)
+    dry_sequence_breakers: types.Breakers = _dry(("\n", ":", '"', "*"))
+    logit_bias: types.Biases = _words(())
+    banned_token_ids: types.Ids = _words(())
+    allowed_token_ids: types.SomeIds | None = _words(None)
+    bad_words: types.Words = _words(())
+    bad_words_ids: types.IdSequences = _words(())
+    logits_processors: types.Processors = _words(())
+    fsd_alpha: types.Share = _fsd(0.5)
+    fsd_k: types.Candidates = _fsd(6)
+    fsd_n: types.Ngram = _fsd(3)
+    fsd_beta: types.Share = _fsd(0.9)
+    fsd_pool: types.Pool = _fsd(50)
+    random_fsd_tokens: Count = _random_fsd(10)
+    random_fsd_probability: types.Share = _random_fsd(0.5)
+    penalty_alpha: types.Share = param(0.6, "Search", strategies="contrastive")
+    beams: types.Beams = _beam(4)
+    length_penalty: types.Signed = _beam(1.0)
+    early_stopping: bool | Literal["never"] = _beam(False)
+    n: types.Answers = param(1)
+    best_of: types.Answers | None = param(None)
+    max_tokens: Size | None = _end(
+        256, fields="max_tokens max_completion_tokens n_predict", minus_one=True
     )
-    temperature: float | None = _choice(None, r.TEMPERATURE)
-    dynatemp_range: float = _choice(0.0, r.TEMPERATURE, column=True, draws=True)
-    dynatemp_exponent: float = _choice(
-        1.0,
-        r.Range(0, 100),
-        aliases="dynatemp_exp",
-        column=True,
-        draws=True,
-        needs="dynatemp_range",
-    )
-    seed: int | None = _choice(None, r.count(0, r.MAX_SEED), aliases="random_seed", minus_one=True)
-    samplers: tuple[str, ...] | list[str] | None = _choice(None, r.Names(SELECTABLE, sampler_name))
-    top_k: int = _filter(0, r.count(0, note="all"), aliases="max_k", minus_one=True)
-    top_p: float = _filter(1.0, r.SHARE)
-    min_p: float = _filter(0.0, r.SHARE)
-    typical_p: float = _filter(1.0, r.SHARE, aliases="typ_p typical")
-    tfs_z: float = _filter(1.0, r.SHARE, aliases="tfs")
-    top_a: float = _filter(0.0, r.SHARE)
-    top_n_sigma: float = _filter(-1.0, r.Range(-1, 1_000_000))
-    xtc_probability: float = _filter(0.0, r.SHARE)
-    xtc_threshold: float = _filter(0.1, r.SHARE, needs="xtc_probability")
-    mirostat: int = _mirostat(0, r.count(0, 2, note="off"))
-    mirostat_tau: float = _mirostat(
-        5.0, r.Range(0, 100), aliases="mirostat_ent tau", needs="mirostat"
-    )
-    mirostat_eta: float = _mirostat(0.1, r.SHARE, aliases="mirostat_lr eta", needs="mirostat")
-    repetition_penalty: float = _penalty(
-        1.0,
-        r.Range(0, 100, above=True),
-        aliases="repeat_penalty",
-        fields="repetition_penalty repeat_penalty",
-    )
-    presence_penalty: float = _penalty(0.0, r.ANY)
-    frequency_penalty: float = _penalty(0.0, r.ANY)
-    penalty_last_n: int = _penalty(
-        -1, r.WINDOW, aliases="repeat_last_n", fields="penalty_last_n repeat_last_n"
-    )
-    dry_multiplier: float = _penalty(0.0, r.Range(0, 100))
-    dry_base: float = _dry(1.75, r.Range(1, 100), column=True)
-    dry_allowed_length: int = _dry(2, r.count(1), column=True)
-    dry_penalty_last_n: int = _dry(-1, r.WINDOW, column=True)
-    dry_sequence_breakers: tuple[str | int, ...] | list[str | int] = _dry(
-        ("\n", ":", '"', "*"), r.BREAKERS
-    )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _words((), r.BIASES)
-    banned_token_ids: tuple[int, ...] | list[int] = _words((), r.IDS)
-    allowed_token_ids: tuple[int, ...] | list[int] | None = _words(None, r.SOME_IDS)
-    bad_words: tuple[str, ...] | list[str] = _words((), r.WORDS)
-    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]] = _words(
-        (), r.ID_SEQUENCES, aliases="bad_words_token_ids"
-    )
-    logits_processors: tuple[Processor, ...] | list[Processor] = _words((), r.PROCESSORS)
-    fsd_alpha: float = _fsd(0.5, r.SHARE)
-    fsd_k: int = _fsd(6, r.count(1, r.MAX_CANDIDATES))
-    fsd_n: int = _fsd(3, r.count(1, r.MAX_NGRAM))
-    fsd_beta: float = _fsd(0.9, r.SHARE)
-    fsd_pool: int = _fsd(
-        50, r.count(0, r.MAX_CANDIDATES, "the whole vocabulary"), aliases="pool_size"
-    )
-    random_fsd_tokens: int = _random_fsd(10, r.count(0))
-    random_fsd_probability: float = _random_fsd(0.5, r.SHARE)
-    penalty_alpha: float = param(0.6, r.SHARE, "Search", strategies="contrastive")
-    beams: int = _beam(4, r.count(1, r.MAX_BEAMS), aliases="num_beams")
-    length_penalty: float = _beam(1.0, r.ANY)
-    early_stopping: bool | Literal["never"] = _beam(False, r.EARLY)
-    n: int = param(1, r.count(1, r.MAX_ANSWERS))
-    best_of: int | None = param(None, r.count(1, r.MAX_ANSWERS))
-    max_tokens: int | None = _end(
-        256,
-        r.count(1),
-        aliases="n_predict max_completion_tokens max_new_tokens max_output_len",
-        fields="max_tokens max_completion_tokens n_predict",
-        minus_one=True,
-    )
-    min_tokens: int = _end(0, r.count(0), aliases="min_new_tokens", column=True)
-    stop: str | tuple[str, ...] | list[str] = _end((), r.STOPS, aliases="stop_strings")
-    stop_token_ids: tuple[int, ...] | list[int] = _end((), r.STOP_IDS)
-    ignore_eos: bool = _end(False, r.SWITCH, column=True)
-    include_stop: bool = _end(False, r.SWITCH, fields="include_stop_str_in_output")
-    skip_special: bool = _end(True, r.SWITCH, fields="skip_special_tokens")
-    thinking_token_budget: int | None = _end(
+    min_tokens: Count = _end(0, column=True)
+    stop: types.Stops = _end(())
+    stop_token_ids: types.StopIds = _end(())
+    ignore_eos: bool = _end(False, column=True)
+    include_stop: bool = _end(False, fields="include_stop_str_in_output")
+    skip_special: bool = _end(True, fields="skip_special_tokens")
+    thinking_token_budget: Count | None = _end(
         None,
-        r.count(0),
-        aliases="thinking_budget_tokens reasoning_budget_tokens",
         fields="thinking_token_budget thinking_budget_tokens reasoning_budget_tokens",
         minus_one=True,
     )
-    thinking_budget_message: str | None = _end(
+    thinking_budget_message: types.Text | None = _end(
         None,
-        r.TEXT,
-        aliases="reasoning_budget_message",
         fields="thinking_budget_message reasoning_budget_message",
         needs="thinking_token_budget",
     )
-    logprobs: int | None = param(
-        None, r.count(0, r.MAX_LOGPROBS), aliases="n_probs", fields="n_probs"
-    )
-    logprob_token_ids: tuple[int, ...] | list[int] = param((), r.LOGPROB_IDS, needs="logprobs")
-    post_sampling_probs: bool = param(False, r.SWITCH, needs="logprobs")
-    speculation: bool = param(True, r.SWITCH, "Speculation")
-    json_schema: str | Mapping[str, Any] | bool | None = _structure(None, r.SCHEMA)
-    regex: str | None = _structure(None, r.TEXT)
-    choice: tuple[str, ...] | list[str] | None = _structure(None, r.SOME_TEXTS)
-    grammar: str | None = _structure(None, r.TEXT)
-    capture: str | tuple[str, ...] | list[str] = param((), r.CAPTURED)
-    steer: Steer | tuple[Steer, ...] | list[Steer] = param((), r.Records(Steer, r.MAX_EDITS))
-    edits: Edit | tuple[Edit, ...] | list[Edit] = param((), r.Records(Edit, r.MAX_EDITS))
+    logprobs: types.Logprobs | None = param(None, fields="n_probs")
+    logprob_token_ids: types.LogprobIds = param((), needs="logprobs")
+    post_sampling_probs: bool = param(False, needs="logprobs")
+    speculation: bool = param(True, "Speculation")
+    json_schema: types.Schema | None = _structure(None)
+    regex: types.Text | None = _structure(None)
+    choice: types.SomeTexts | None = _structure(None)
+    grammar: types.Text | None = _structure(None)
+    capture: types.Capture = param(())
+    steer: types.Steers = param(())
+    edits: types.Edits = param(())
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -241,9 +206,9 @@ class SamplingParams:
             if value is parameter.default:
                 continue
             try:
-                set_(self, name, parameter.read(value))
-            except r.OutsideError as wrong:
-                raise _outside(name, wrong.expected, wrong.value) from None
+                set_(self, name, read_as(parameter.type, value))
+            except WrongValue as wrong:
+                raise _outside(name, wrong.expected, wrong.value, wrong.hint) from None
         for name, value in {**DEFAULTS.get(strategy, {}), **sets}.items():
             if getattr(self, name) == PARAMETERS[name].default:
                 set_(self, name, value)
@@ -263,8 +228,8 @@ class SamplingParams:
     def _rules(self) -> Iterable[tuple[str, bool, str]]:
         """Rules between parameters: one of them, whether the rule holds, what it must be."""
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
-        few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= r.MAX_BIASED
-        yield "logit_bias", few, f"at most {r.MAX_BIASED} ids, with the banned ones"
+        few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= MAX_BIASED
+        yield "logit_bias", few, f"at most {MAX_BIASED} ids, with the banned ones"
         if self.allowed_token_ids is not None:
             banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == float("-inf"))}
             some = bool({*self.allowed_token_ids} - banned)
@@ -306,15 +271,13 @@ class SamplingParams:
         return self.chain_temperature if self.draws else 0.0
 
 
-def _outside(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name} must be {expected}, not {show_value(value)}")
+def _outside(name: str, expected: str, value: Any, hint: str = "") -> RequestError:
+    return RequestError(f"{name} must be {expected}, not {show_value(value)}{hint}")
 
 
 PARAMETERS = parameters(SamplingParams)
 CONSTRAINTS = tuple(p.name for p in PARAMETERS.values() if p.group == "Structure")  # one at most
 ACTIVATIONS = ("capture", "steer", "edits")  # objects of Python: no flags set them
-ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
-RANGES = {p.name: p.range for p in PARAMETERS.values() if isinstance(p.range, r.Range)}
 
 
 def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:

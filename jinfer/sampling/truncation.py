@@ -31,8 +31,8 @@ def top_k_top_p(x: Logits, context: SamplerContext) -> Logits:
     likeliest, of this probability. typical_p (arXiv 2202.00666): those whose surprise is nearest
     to the expected one, of this probability.
     """
-    top_k = context.index == SAMPLER_NAMES.index("top_k")
-    typical = context.index == SAMPLER_NAMES.index("typical_p")
+    top_k = context.number == SAMPLER_NAMES.index("top_k")
+    typical = context.number == SAMPLER_NAMES.index("typical_p")
     order, weights = lax.cond(typical, _surprise, lambda x: (x, _weights(x)), x)
     weights = jnp.where(top_k, 1.0, weights)
     metadata = context.metadata
@@ -56,7 +56,7 @@ def min_p_top_a(x: Logits, context: SamplerContext) -> Logits:
     weights = _weights(x)
     # With p = 1 / total, top_a * p^2 is top_a / total in units of p.
     top_a = context.metadata.column("top_a") / jnp.sum(weights, axis=-1)
-    squared = context.index == SAMPLER_NAMES.index("top_a")
+    squared = context.number == SAMPLER_NAMES.index("top_a")
     least = jnp.where(squared, top_a, context.metadata.column("min_p"))
     return _keep(x, weights >= least[:, None])
 

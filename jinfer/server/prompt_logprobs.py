@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jinfer.api.prompt_scores import prompt_logprobs
 from jinfer.api.session import Session
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.server.http_errors import invalid_request, unsupported_field
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from jinfer.api.session import Session
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.sampling.param_field import Parameter
-from jinfer.sampling.param_keywords import over_defaults
+from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import (
     ACTIVATIONS,
     CONSTRAINTS,
     PARAMETERS,
-    RANGES,
     SamplingParams,
     canonical_names,
 )
@@ -22,13 +21,12 @@ from jinfer.server.adapter_choice import adapter_of
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.request_activations import activation_params
 from jinfer.server.schemas.parameter_groups import parameter_of
-from jinfer.server.schemas.peer_fields import PeerFields
 from jinfer.server.schemas.sampling_fields import (
+    FOREIGN_FIELDS,
     ResponseFormat,
     SamplingFields,
     StructuredOutputs,
 )
-from jinfer.server.schemas.schema_base import whole_number
 
 # Fields that are no sampling parameters.
 _ELSEWHERE = frozenset(
@@ -36,7 +34,7 @@ _ELSEWHERE = frozenset(
         *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
         *("return_token_ids", "cache_prompt", "timings_per_token", "return_progress", "verbose"),
         *("logprobs", "lora", "t_max_predict_ms", "id_slot", "capture_format", *ACTIVATIONS),
-        *PeerFields.model_fields,
+        *FOREIGN_FIELDS,
     }
 )
 
@@ -220,8 +218,6 @@ def _values(
             read = _READERS.get(sent)
             given = {parameter_of(sent): value} if read is None else read(value)
         for name, one in given.items():
-            if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
-                one = whole_number(one)
             if name in values and values[name] != one:
                 raise invalid_request(f"{names[name]} and {sent} say different things", sent)
             values[name], names[name] = one, sent

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
+from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         "JINFER_SOURCE has sources. The command line wins.",
         argument_default=argparse.SUPPRESS,
         short=_SHORT,
-        instead=SERVER_FLAG_HINTS,
+        instead=lambda flag: flag_hint(flag, serve=True),
     )
     made.add_argument(
         "source",

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinfer.modelspec.field_types import MAX_INDEX
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.open_model import Opened
-from jinfer.sampling.param_ranges import MAX_INDEX
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.ignored_fields import Ignore

@@ -181,7 +181,7 @@ def test_names_of_the_package() -> None:
     ("word", "words"),
     [
         ("run", "there is no command 'run'; there is: jinfer chat MODEL"),
-        ("ps", "there is: jinfer list, which says what is on this machine"),
+        ("ps", "there is: jinfer list, which shows what is on this machine"),
         ("-v", "there is: jinfer --version"),
         ("embed", "/v1/embeddings"),
     ],

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.logprobs import log_probabilities
-from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.param_types import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 from tests.arrays import on_device

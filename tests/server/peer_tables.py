@@ -97,10 +97,7 @@ FIELDS: dict[str, dict[str, str]] = {
 # What handlers and types say, rather than marks.
 _ONLY = "refused, but for what changes nothing"
 SAID = {
-    **dict.fromkeys(("n_keep", "n_discard"), f"{_ONLY}: a context is never shifted"),
-    "n_indent": f"{_ONLY}: a grammar says how lines begin",
     "parse_tool_calls": f"{_ONLY}: calls are always told from the answer",
-    "min_keep": f"{_ONLY}: filters keep what they keep",
     "/api/generate images": "refused: models read text alone",
     "/api/generate template": "refused: --chat-template says it for all requests",
     "/api/generate suffix": "refused: /v1/completions fills in",

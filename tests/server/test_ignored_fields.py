@@ -12,7 +12,7 @@ from jinfer.server.ignored_fields import HEADER, MAX_NAMED, ignored_fields
 from jinfer.server.request_body import validated
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.completions import CompletionRequest
-from jinfer.server.schemas.peer_fields import PeerFields
+from jinfer.server.schemas.sampling_fields import FOREIGN_FIELDS
 from tests.server import peer_tables
 from tests.server.running import Running
 
@@ -88,7 +88,7 @@ def test_the_same_where_the_service_is_strict(
     assert error["code"] == ("model_not_found" if name == "model" else "not_supported")
 
 
-OTHERS = [*PeerFields.model_fields, "moderation", "prompt_cache_options", "parse_tool_calls"]
+OTHERS = [*FOREIGN_FIELDS, "moderation", "prompt_cache_options", "parse_tool_calls"]
 CHANGE = json.loads("""{
     "backend_sampling": false, "parse_tool_calls": false, "spaces_between_special_tokens": false,
     "return_token_offsets": true, "grammar_lazy": true, "watermarking": true, "echo": true,

@@ -6,20 +6,21 @@ import argparse
 from collections.abc import Mapping
 
 from jinfer.cli.remote.http_client import DEFAULT_URL, RemoteError, ServerConnection
-from jinfer.cli.terminal import foreign_flags
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cli.terminal.flag_conflicts import FlagError, check_pairs
 from jinfer.cli.terminal.generate_flags import add_sampling
+from jinfer.modelspec.foreign_names import flag_hint
 
 _SHORT = (
     *("--url", "--api-key", "--model", "--system", "--raw", "--json", "--timeout"),
     *("--max-tokens", "--temperature", "--help"),
 )
+_QUESTION = "write the question without a flag"
+_URL = "--url http://HOST:PORT is the address of the server"
 FOREIGN_FLAGS = {
-    **foreign_flags.FLAG_HINTS,
-    ("-p", "--prompt"): "write the question without a flag",
-    ("-c", "--ctx-size", "--max-model-len"): "who starts the server says it",
-    ("--host", "--port"): "--url http://HOST:PORT says where the server is",
+    **dict.fromkeys(("-p", "--prompt"), _QUESTION),
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "it is a flag of jinfer serve"),
+    **dict.fromkeys(("--host", "--port"), _URL),
 }
 
 
@@ -33,7 +34,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         short=_SHORT,
         words="question",
-        instead=FOREIGN_FLAGS,
+        instead=lambda flag: FOREIGN_FLAGS.get(flag) or flag_hint(flag),
     )
     add = parser.add_argument
     add("question", nargs="*", help="what to answer; several words need no quotes")

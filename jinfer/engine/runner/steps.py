@@ -28,7 +28,7 @@ from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
 from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES
 from jinfer.sampling.step_extras import Extra, processors_of

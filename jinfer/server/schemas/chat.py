@@ -172,10 +172,10 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     include_reasoning: bool | None = Field(None, description="false: thoughts are left out (vLLM)")
     return_prompt_text: bool | None = Field(None, description="prompt_text in the answer (vLLM)")
     echo: Annotated[
-        base.No | None, base.rejected_field("continue_final_message goes on with a message")
+        None, base.rejected_field("continue_final_message goes on with a message", False)
     ] = None
     add_special_tokens: Annotated[
-        base.No | None, base.rejected_field("the chat template says what stands around a text")
+        None, base.rejected_field("the chat template adds the special tokens", False)
     ] = None
     reasoning_format: Annotated[
         None, base.rejected_field("thoughts are in reasoning_content", "auto", "deepseek")

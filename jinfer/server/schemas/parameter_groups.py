@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from jinfer.sampling.param_field import Group
-from jinfer.sampling.parameter_docs import described
+from jinfer.modelspec.field_types import TINY, documentation
+from jinfer.sampling.param_field import ALIASES, Group, Parameter
 from jinfer.sampling.samplers import SELECTABLE
-from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, RANGES
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.strategies import Strategy
 
 # The request's fields under each heading; other fields are aliases of these, or ask for more than
@@ -35,7 +35,7 @@ def parameter_of(field: str) -> str:
 
 def describe(schema: dict[str, Any]) -> None:
     """Adds ranges, texts and groups of sampling parameters to a request's JSON schema."""
-    texts = {name: text for names, text in described().items() for name in names}
+    texts = {name: text for names, text in documentation(SamplingParams).items() for name in names}
     groups = {name: group for group, names in GROUPS.items() for name in names}
     schema["properties"] = _ordered(schema["properties"], list(groups))
     for name, field in schema["properties"].items():
@@ -44,8 +44,8 @@ def describe(schema: dict[str, Any]) -> None:
             field["x-group"] = groups[name]
         if own in texts:
             field.setdefault("description", texts[own])
-        if own in RANGES:
-            _bound(field, own)
+        if own in PARAMETERS:
+            _bound(field, PARAMETERS[own])
         if name in _EXAMPLES:
             field["examples"] = _EXAMPLES[name]
 
@@ -57,11 +57,12 @@ def _ordered(fields: dict[str, Any], order: list[str]) -> dict[str, Any]:
     return {name: fields[name] for name in names}
 
 
-def _bound(field: dict[str, Any], own: str) -> None:
-    """Writes a parameter's range to the alternatives that are numbers."""
-    bounds = RANGES[own]
-    least = -1 if PARAMETERS[own].minus_one else bounds.least
-    for one in field.get("anyOf", ()):
-        if one.get("type") in ("integer", "number"):
-            one["exclusiveMinimum" if bounds.above else "minimum"] = least
-            one["maximum"] = bounds.most
+def _bound(field: dict[str, Any], parameter: Parameter) -> None:
+    """Writes a parameter's bounds to the alternatives that are numbers."""
+    if (bounds := parameter.bounds) is None:
+        return
+    low = -1 if parameter.minus_one else bounds.low
+    lowest = {"exclusiveMinimum": 0} if low == TINY else {"minimum": low}
+    for option in field.get("anyOf", ()):
+        if option.get("type") in ("integer", "number"):
+            option |= {**lowest, "maximum": bounds.high}

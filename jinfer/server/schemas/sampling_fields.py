@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import functools
 from operator import or_
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 
+from jinfer.modelspec.field_types import union
+from jinfer.modelspec.foreign_names import FIELDS, ForeignField
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
 from jinfer.server.schemas.activations import EditField, SteerField
 from jinfer.server.schemas.parameter_groups import describe
-from jinfer.server.schemas.peer_fields import PeerFields
-from jinfer.server.schemas.schema_base import RequestModel
+from jinfer.server.schemas.schema_base import Ignored, RequestModel, rejected_field
 
 
 class JsonSchema(RequestModel):
@@ -55,8 +56,9 @@ class LoraScale(RequestModel):
 
 def _json_type(annotation: Any) -> Any:
     """A parameter's type in JSON: lists only, where Python takes tuples too; null is nothing."""
-    arms = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    kept = [arm for arm in arms if get_origin(arm) is not tuple and arm is not NoneType]
+    kept = [
+        arm for arm in union(annotation) if get_origin(arm) is not tuple and arm is not NoneType
+    ]
     return functools.reduce(or_, kept) | None
 
 
@@ -68,13 +70,27 @@ def _table_fields() -> dict[str, Any]:
     return {field: (_json_type(types[name]), None) for field, name in fields}
 
 
+def _foreign(field: ForeignField) -> Any:
+    """The type of a field of other servers that is ignored or refused."""
+    if field.type is None:
+        return Annotated[None, rejected_field(field.reason, *field.neutral)]
+    return Annotated[field.type | None, Ignored(field.reason, field.neutral)]
+
+
+FOREIGN_FIELDS = {name: _foreign(field) for field in FIELDS for name in field.names.split()}
+
 if TYPE_CHECKING:
     _TableFields = RequestModel
 else:
-    _TableFields = create_model("_TableFields", __base__=RequestModel, **_table_fields())
+    _TableFields = create_model(
+        "_TableFields",
+        __base__=RequestModel,
+        **{name: (type_, None) for name, type_ in FOREIGN_FIELDS.items()},
+        **_table_fields(),
+    )
 
 
-class SamplingFields(PeerFields, _TableFields):
+class SamplingFields(_TableFields):
     """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers.
 
     The fields of `SamplingParams` come from its table. Below are those whose JSON differs from
