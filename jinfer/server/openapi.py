@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jinfer.server.endpoint import EmptyBody, Endpoint
-from jinfer.server.query_params import QUERY_PARAMETERS
+from jinfer.server.core.endpoint import EmptyBody, Endpoint
+from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
@@ -61,9 +61,13 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 
 
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
-    models = (model for one in endpoints for model in (one.request_model, one.response_model))
+    models = (
+        model
+        for endpoint in endpoints
+        for model in (endpoint.request_model, endpoint.response_model)
+    )
     used = [model for model in models if model is not None and model is not EmptyBody]
-    return list(dict.fromkeys([*(one.errors.schema for one in endpoints), *used]))
+    return list(dict.fromkeys([*(endpoint.errors.schema for endpoint in endpoints), *used]))
 
 
 def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.request_model is not EmptyBody:
         body = {endpoint.body_media_type: {"schema": reference(endpoint.request_model)}}
         fields = endpoint.request_model.model_fields.values()
-        needed = any(one.is_required() for one in fields)  # else no body is an empty object
+        needed = any(field.is_required() for field in fields)  # else no body is an empty object
         operation["requestBody"] = {"required": needed, "content": body}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -143,7 +147,7 @@ def _shown(
 
 def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        kinds = [_type(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        kinds = [_type(item) for item in schema["anyOf"] if item.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]

@@ -25,14 +25,14 @@ import uvicorn
 from jinfer import progress
 from jinfer.opening.local_weights import check
 from jinfer.opening.sources import SourceError
-from jinfer.server import request_log
 from jinfer.server.app import build_app
-from jinfer.server.client_shares import most_connections, raise_descriptor_limit
-from jinfer.server.fair_accept import FairAccept
-from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.core.service import Service
+from jinfer.server.http import request_log
+from jinfer.server.http.client_shares import connection_limit, raise_descriptor_limit
+from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.server_settings import ModelSource
+from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
-from jinfer.server.server_settings import ModelSource
-from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 4096  # connections that the system keeps until they are accepted
@@ -45,7 +45,7 @@ _SWITCH_INTERVAL = 0.001
 
 
 def serve(flags: Mapping[str, Any]) -> int:
-    """Runs the server until a signal stops it; returns the exit status.
+    """Run the server until a signal stops it; returns the exit status.
 
     Raises:
         SourceError, SpecError: an invalid flag.
@@ -64,8 +64,8 @@ def serve(flags: Mapping[str, Any]) -> int:
         server.should_exit = True
 
     _check_tls(flags)
-    for one in sources:  # fails before the first model is loaded
-        check(one.path, one.overrides)
+    for source in sources:  # fails before the first model is loaded
+        check(source.path, source.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(
@@ -89,7 +89,8 @@ def serve(flags: Mapping[str, Any]) -> int:
         progress.show(False)  # progress goes to the log instead
         where = _url(listeners[0], config.is_ssl)
         _log.info(
-            "listening", extra={"at": where, "models": [one.name for one in registry.sources()]}
+            "listening",
+            extra={"at": where, "models": [source.name for source in registry.sources()]},
         )
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
@@ -133,32 +134,40 @@ class _Server(uvicorn.Server):
         self._hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Records a signal; uvicorn would exit at the second SIGINT without closing the models."""
+        """Record a signal; uvicorn would exit at the second SIGINT without closing the models."""
         self._hurried = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections at sockets; where there is no httptools, uvicorn does."""
+        """Accept connections at sockets; where there is no httptools, uvicorn does."""
         config = self.config
         if http_protocol() == "auto":
             await super().startup(sockets)
             return
-        from jinfer.server.http_protocol import HEAD_SECONDS, connection_shares
+        from jinfer.server.http.http_protocol import HEAD_SECONDS, connection_shares
 
         await super().startup([])
         state, connections = self.lifespan.state, self.server_state.connections
 
         def make_protocol() -> asyncio.Protocol:
-            given = {"config": config, "server_state": self.server_state, "app_state": state}
-            return config.http_protocol_class(**given)
+            arguments = {"config": config, "server_state": self.server_state, "app_state": state}
+            return config.http_protocol_class(**arguments)
 
-        shares, most = connection_shares(state), most_connections()
-        given = sockets or [], make_protocol, shares, connections, most, config.ssl, HEAD_SECONDS
-        self._accept = FairAccept(*given)
+        shares, max_connections = connection_shares(state), connection_limit()
+        arguments = (
+            sockets or [],
+            make_protocol,
+            shares,
+            connections,
+            max_connections,
+            config.ssl,
+            HEAD_SECONDS,
+        )
+        self._accept = FairAccept(*arguments)
         self._accept.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets responses finish, within the grace period."""
+        """Let responses finish, within the grace period."""
         if self._accept is not None:
             self._accept.stop()
         self._service.models.refuse_requests()
@@ -184,7 +193,7 @@ def http_protocol() -> Any:
     """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"
-    from jinfer.server.http_protocol import BoundedProtocol
+    from jinfer.server.http.http_protocol import BoundedProtocol
 
     return BoundedProtocol
 
@@ -201,7 +210,7 @@ def _local(where: str) -> str:
 
 def _hosts(flags: Mapping[str, Any]) -> list[str]:
     """The addresses to listen at."""
-    return [one.strip() for one in flags["host"].split(",")]
+    return [text.strip() for text in flags["host"].split(",")]
 
 
 @contextlib.contextmanager
@@ -280,7 +289,7 @@ def _url(listener: socket.socket, tls: bool) -> str:
 
 
 def _check_tls(flags: Mapping[str, Any]) -> None:
-    """Raises `SourceError` for missing TLS files, or a key without a certificate."""
+    """Raise `SourceError` for missing TLS files, or a key without a certificate."""
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
         if flags[key] is not None and flags[_TLS[0]] is None:
@@ -291,7 +300,7 @@ def _check_tls(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _tls_errors(flags: Mapping[str, Any]) -> Iterator[None]:
-    """Raises `SourceError` for unusable certificates and keys."""
+    """Raise `SourceError` for unusable certificates and keys."""
     try:
         yield
     except OSError as error:  # SSLError is a subclass

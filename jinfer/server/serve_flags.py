@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,11 +16,48 @@ from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
-from jinfer.server.auth import read_api_keys
-from jinfer.server.flag_table import FLAGS
-from jinfer.server.flag_types import PREFIX, ServeFlag
-from jinfer.server.processor_flags import named_functions
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+
+_NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
+
+
+def named_functions(texts: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Functions by the names that requests call them.
+
+    Modules are looked for in the current folder, too.
+
+    Args:
+        texts: NAME=MODULE:FUNCTION.
+
+    Raises:
+        SourceError: a function that cannot be imported, or two of one name.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for text in texts:
+        if (match := _NAMED.fullmatch(text)) is None:
+            raise SourceError(f"--logits-processor {text[:200]}: write NAME=MODULE:FUNCTION")
+        if match[1] in found:
+            raise SourceError(f"--logits-processor {match[1]}: there are two of that name")
+        found[match[1]] = _function(text, match[2], match[3])
+    return found
+
+
+def _function(text: str, module: str, path: str) -> Callable[..., Any]:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        value: Any = import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except Exception as error:  # whatever the module does while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise SourceError(f"--logits-processor {text[:200]}: {reason}") from error
+    if not callable(value):
+        raise SourceError(f"--logits-processor {text[:200]}: {type(value).__name__} is no function")
+    return value
+
 
 _SHORT = (
     *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
@@ -68,15 +107,15 @@ def parse_options(
     Raises:
         SourceError: an invalid environment variable.
     """
-    given = vars(make_parser().parse_args(arguments))
+    parsed = vars(make_parser().parse_args(arguments))
     found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
     for flag in FLAGS:
         if flag.variable in environment:
             found[flag.key] = _value(flag, environment[flag.variable])
-    if not given.get("source"):
+    if not parsed.get("source"):
         listed = environment.get(f"{PREFIX}SOURCE", "")
-        given["source"] = [one for one in re.split(r"[\n,]", listed) if one.strip()]
-    return {**found, **given}
+        parsed["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
+    return {**found, **parsed}
 
 
 def _value(flag: ServeFlag, text: str) -> Any:
@@ -87,7 +126,7 @@ def _value(flag: ServeFlag, text: str) -> Any:
             raise SourceError(f"{where}: write true or false")
         return words[text.lower()]
     if flag.kind is list:
-        return [one.strip() for one in text.split(",") if one.strip()]
+        return [item.strip() for item in text.split(",") if item.strip()]
     if flag.choices and text not in flag.choices:
         raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
     try:
@@ -152,11 +191,11 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
         )
     overrides = overrides_of(flags)
     sources = [_source(text, overrides) for text in named]
-    if called := [one.strip() for one in (flags["alias"] or "").split(",") if one.strip()]:
+    if called := [text.strip() for text in (flags["alias"] or "").split(",") if text.strip()]:
         if not sources:
             raise SourceError("--alias names the first SOURCE, and there is none")
         sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
-    names = [name for one in sources for name in (one.name, *one.aliases)]
+    names = [name for source in sources for name in (source.name, *source.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise SourceError(f"two models are called {name}; name them: other={sources[0].path}")
@@ -168,7 +207,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
-    given = {
+    values = {
         "engine.context": flags["ctx_size"],
         "engine.slots": flags["parallel"],
         "engine.max_adapters": flags["max_adapters"],
@@ -183,7 +222,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         "generation.thinking_budget_message": flags["reasoning_budget_message"],
         "dtype": flags["dtype"] or None,
     }
-    for key, value in given.items():
+    for key, value in values.items():
         if value is not None:
             overrides = merge(overrides, nested(key, value))
     for text in flags["adapter"]:
@@ -225,3 +264,19 @@ def default_model_name(source: str) -> str:
     for ending in (".toml", ".gguf", ".bin", ".safetensors"):
         name = name.removesuffix(ending)
     return name
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read API keys from a file, one per line; empty lines and lines starting with # are skipped.
+
+    Raises:
+        SourceError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: {error}; write one key a line") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise SourceError(f"{path}: has no key; write one a line")
+    return keys

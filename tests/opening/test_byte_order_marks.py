@@ -12,8 +12,7 @@ from jinfer.checkpoint.strict_json import parse_object
 from jinfer.cli.terminal.generate_flags import _text_or_file
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.opening.open_model import open_model
-from jinfer.server.auth import read_api_keys
-from jinfer.server.serve_flags import model_sources_of, parse_options
+from jinfer.server.serve_flags import model_sources_of, parse_options, read_api_keys
 from tests.test_goldens import GOLDENS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,8 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
+from jinfer.server.http.schema_base import Ignored
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.schema_base import Ignored
 from tests.server.running import ROOT
 
 PAGE = ROOT / "docs" / "serving.md"

@@ -13,7 +13,7 @@ import pytest
 
 from jinfer import Edit, Steer
 from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.engine.test_activation_requests import VECTOR, write_control_vector
 from tests.engine.tiny import PROMPTS
 from tests.server.running import Running, serving

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.server.response_input import read_input, to_chat_request
-from jinfer.server.response_store import ResponseStore
-from jinfer.server.schemas.responses import ResponseRequest
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.openai.response_input import read_input, to_chat_request
+from jinfer.server.openai.response_schemas import ResponseRequest
+from jinfer.server.stores.response_store import ResponseStore
 from tests.engine.adapters import write_adapter
 from tests.engine.tiny import GOLDEN, PROMPTS
 from tests.server.running import Running, serving

@@ -14,20 +14,20 @@ import openai
 import pytest
 
 from jinfer.opening.sources import SourceError
-from jinfer.server.batch_lines import (
+from jinfer.server.app import open_stores
+from jinfer.server.core.service import Service
+from jinfer.server.http.http_errors import RunsElsewhereError
+from jinfer.server.http.server_settings import ServerSettings
+from jinfer.server.openai.batch_runner import (
     PRIORITY,
     BatchErrors,
     BatchLine,
+    BatchRunner,
     answer_line,
     read_lines,
 )
-from jinfer.server.batch_runner import BatchRunner
-from jinfer.server.batch_store import BatchStore
-from jinfer.server.file_store import FileStore
-from jinfer.server.http_errors import RunsElsewhereError
-from jinfer.server.server_settings import ServerSettings
-from jinfer.server.service import Service
-from jinfer.server.stores import open_stores
+from jinfer.server.stores.batch_store import BatchStore
+from jinfer.server.stores.file_store import FileStore
 from tests.server.running import Running
 
 CHAT = "/v1/chat/completions"
@@ -289,7 +289,7 @@ def test_a_batch_that_expires(tmp_path: Path) -> None:
 
 
 def test_what_passes_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.server.batch_runner._PAUSE", 0.001)
+    monkeypatch.setattr("jinfer.server.openai.batch_runner._PAUSE", 0.001)
     folder, seen = Folder(tmp_path), []
 
     def busy(line: BatchLine) -> tuple[int, Any, str]:

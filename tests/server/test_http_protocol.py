@@ -13,8 +13,8 @@ import orjson
 import pytest
 import uvicorn
 
-from jinfer.server.http_protocol import BODY_PIECE, HEAD_BYTES, MAX_HEADERS, BoundedProtocol
-from jinfer.server.server_settings import ServerSettings
+from jinfer.server.http.http_protocol import BODY_PIECE, HEAD_BYTES, MAX_HEADERS, BoundedProtocol
+from jinfer.server.http.server_settings import ServerSettings
 from tests.server.running import Running, serving
 
 

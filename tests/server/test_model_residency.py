@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jinfer.engine.requests import RequestError
-from jinfer.server.http_errors import ApiError
-from jinfer.server.keep_alive import keep_alive_seconds
-from jinfer.server.model_manager import ModelManager
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.core.service import keep_alive_seconds
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_manager import ModelManager
+from jinfer.server.models.model_registry import ModelRegistry
 
 
 class Fake:
@@ -76,8 +76,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         async def whole() -> World:
             made = World(*given, **settings)
             for name in ("open_llm", "open_beside"):
-                monkeypatch.setattr(f"jinfer.server.model_residency.{name}", made.open)
-            monkeypatch.setattr("jinfer.server.model_manager.examine", lambda source: ("", 0))
+                monkeypatch.setattr(f"jinfer.server.models.model_residency.{name}", made.open)
+            monkeypatch.setattr(
+                "jinfer.server.models.model_manager.examine", lambda source: ("", 0)
+            )
             await made.manager.start()
             try:
                 await asyncio.wait_for(scene(made), 60)

@@ -10,7 +10,7 @@ import pytest
 
 from jinfer import SamplingParams
 from jinfer.opening.sources import SourceError
-from jinfer.server.processor_flags import named_functions
+from jinfer.server.serve_flags import named_functions
 from tests.server.running import Running
 from tests.server.test_operation import until
 

@@ -21,7 +21,8 @@ import pytest
 
 from jinfer import serve
 from jinfer.opening.sources import SourceError
-from jinfer.server import request_log, run_server
+from jinfer.server import run_server
+from jinfer.server.http import request_log
 from tests.server.running import GOLDENS, ROOT
 
 LLAMA = str(GOLDENS / "llama2")

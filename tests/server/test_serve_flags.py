@@ -8,13 +8,13 @@ import pytest
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS
+from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (
     default_model_name,
     model_sources_of,
     parse_options,
     server_settings_of,
 )
-from jinfer.server.served_model import ServedModel
 from tests.server.running import ROOT
 
 

@@ -14,7 +14,7 @@ _BETWEEN = frozenset(",:{}[]\"' \t\r\n")
 
 
 def loads(text: str) -> Any:
-    """Parses JSON. Raises `ValueError`."""
+    """Parse JSON. Raises `ValueError`."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -53,16 +53,16 @@ def decoded_prefix(text: str) -> str:
     """The decoded beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
-            said = loads(f'{text[:end]}"')
+            decoded = loads(f'{text[:end]}"')
         except ValueError:  # it ends inside an escape
             continue
-        if not any("\ud800" <= sign <= "\udfff" for sign in said):
-            return said
+        if not any("\ud800" <= sign <= "\udfff" for sign in decoded):
+            return decoded
     return ""
 
 
 def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> Parse[str | None]:
-    """Parses a string and returns its decoded value; None: there is none.
+    """Parse a string and returns its decoded value; None: there is none.
 
     Args:
         sink: receives its JSON text as it comes, with quotes and escapes.
@@ -72,13 +72,13 @@ def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> 
     text = yield from parse_value(reader, sink)
     if text is None:
         return None
-    said = loads(text)
+    value = loads(text)
     # An unpaired surrogate could not be encoded as UTF-8.
-    return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
+    return None if any("\ud800" <= sign <= "\udfff" for sign in value) else value
 
 
 def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
-    """Parses a value.
+    """Parse a value.
 
     Escapes raw control characters in strings, which JSON forbids but models write.
 
@@ -98,7 +98,7 @@ def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
 
 
 def _enclosed(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
-    """Parses a string, object or array up to its closing delimiter."""
+    """Parse a string, object or array up to its closing delimiter."""
     parts: list[str] = []
     open_: list[str] = []
     quoted = escaping = False
@@ -137,7 +137,7 @@ def _enclosed(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
 
 
 def _word(reader: IncrementalReader, sink: Sink) -> Parse[str]:
-    """Parses a number or a literal such as null."""
+    """Parse a number or a literal such as null."""
     word = ""
     while (sign := (yield from reader.char())) and sign not in _BETWEEN:
         word += reader.take(1)

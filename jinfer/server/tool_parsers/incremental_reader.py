@@ -27,7 +27,7 @@ class IncrementalReader:
         self._raw: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Appends text."""
+        """Append text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -36,21 +36,21 @@ class IncrementalReader:
         return self._text[self._at :]
 
     def mark(self, before: str = "") -> None:
-        """Starts recording what is read, after this prefix."""
+        """Start recording what is read, after this prefix."""
         self._raw = [before] if before else []
 
     def raw(self) -> str:
-        """Returns what was read since the mark, and stops recording."""
+        """Return what was read since the mark, and stops recording."""
         text = "".join(self._raw)
         self._raw = []
         return text
 
     def drop(self) -> None:
-        """Discards the recorded and the unread text."""
+        """Discard the recorded and the unread text."""
         self._raw, self._at = [], len(self._text)
 
     def take(self, count: int) -> str:
-        """Reads that many characters, which must be buffered."""
+        """Read that many characters, which must be buffered."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if text:
@@ -58,13 +58,13 @@ class IncrementalReader:
         return text
 
     def char(self) -> Parse[str]:
-        """Peeks at the next character; "" at the end."""
+        """Peek at the next character; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def starts(self, text: str) -> Parse[bool]:
-        """Consumes this text if it comes next."""
+        """Consume this text if it comes next."""
         while True:
             there = self._text[self._at : self._at + len(text)]
             if there == text:
@@ -77,15 +77,15 @@ class IncrementalReader:
             yield
 
     def space(self) -> Parse[None]:
-        """Skips white space."""
+        """Skip white space."""
         while (yield from self.char()).isspace():
             rest = self.rest()
             self.take(len(rest) - len(rest.lstrip()))
 
     def until(
-        self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
+        self, marks: Sequence[str], sink: Sink, *, take: bool = True, min_overlap: int = 2
     ) -> Parse[str | None]:
-        """Reads up to the first of some marks, none of which is part of another.
+        """Read up to the first of some marks, none of which is part of another.
 
         Args:
             sink: receives the text before the mark as it comes.
@@ -106,7 +106,7 @@ class IncrementalReader:
                 self.take(len(mark) if take else 0)
                 return mark
             kept = max(_overlap(rest, mark) for mark in marks)
-            if self.ended and not self._begins_mark(rest[len(rest) - kept :], least):
+            if self.ended and not self._begins_mark(rest[len(rest) - kept :], min_overlap):
                 kept = 0
             self._give(len(rest) - kept, sink)
             if self.ended:
