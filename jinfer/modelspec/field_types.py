@@ -96,15 +96,25 @@ def dim(name: str, axis: str = "") -> Any:
     return dataclasses.field(metadata={"dim": name, "axis": axis})
 
 
-def option(default: Any = None, *, flag: str = "", key: str = "", metavar: str = "") -> Any:
+def option(
+    default: Any = None,
+    *,
+    flag: str = "",
+    key: str = "",
+    metavar: str = "",
+    factory: Callable[[], Any] | None = None,
+) -> Any:
     """A field that a command-line flag sets.
 
     Args:
+        factory: makes the default, if that can be changed.
         flag: the name of the flag, if the field has another name.
         key: the key of a specification that it sets.
         metavar: the name of its value in help texts, if its type does not say enough.
     """
     metadata = {"flag": flag, "key": key, "metavar": metavar}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -29,7 +29,7 @@ def test_every_parameter_has_a_flag_with_a_help_text() -> None:
     for field in fields(SamplingParams):
         has_flag = field.name not in (*ACTIVATIONS, "logits_processors")
         assert (f"{spelled(field.name)} " in help) == has_flag
-    assert "the k likeliest tokens; 0: all." in help
+    assert "the k likeliest tokens; 0: all " in help
     assert "see --beams" in help
 
 

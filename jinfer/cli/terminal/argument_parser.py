@@ -6,6 +6,7 @@ Errors are one line with the nearest flag; `--help` shows the most important fla
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -100,7 +101,9 @@ def flags_of(*classes: Any) -> tuple[Flag, ...]:
             if "flag" in field.metadata:
                 flag, key = field.metadata["flag"] or spelled(name), field.metadata["key"]
                 others = tuple(dict.fromkeys(a for a in flag_aliases(name, key) if a != flag))
-                rest = hint, texts.get(name, ""), field.default, key, field.metadata["metavar"]
+                made = field.default_factory
+                default = field.default if made is dataclasses.MISSING else made()
+                rest = hint, texts[name], default, key, field.metadata["metavar"]
                 flags.append(Flag(name, flag, others, *rest))
     return tuple(flags)
 
@@ -121,7 +124,7 @@ def add_flags(group: Any, flags: Iterable[Flag], negatable: bool = False) -> Non
         negatable: whether there is a `--no-...` of each switch.
     """
     for flag in flags:
-        how: dict[str, Any] = {"dest": flag.name, "help": flag.help.replace("%", "%%")}
+        how: dict[str, Any] = {"dest": flag.name, "help": _help(flag).replace("%", "%%")}
         if flag.switch and negatable:
             how["action"] = argparse.BooleanOptionalAction
         elif flag.switch:
@@ -146,14 +149,23 @@ def _first(hint: Any) -> tuple[Any, Any]:
     return details(union(hint)[0])
 
 
+def _words(hint: Any) -> list[str]:
+    literals = [option for option in union(hint) if get_origin(option) is Literal]
+    words = ["true", "false"] if literals and bool in union(hint) else []
+    return words + [str(word) for option in literals for word in get_args(option)]
+
+
 def _metavar(flag: Flag) -> str:
     inner, note = _first(flag.type)
     if flag.metavar or isinstance(note, Reader):
         return flag.metavar or str(note.metavar)
-    literals = [option for option in union(flag.type) if get_origin(option) is Literal]
-    words = ["true", "false"] if inner is bool else []
-    words += [str(word) for option in literals for word in get_args(option)]
-    return "|".join(words) or {int: "N", float: "X"}.get(inner, "TEXT")
+    return "|".join(_words(flag.type)) or {int: "N", float: "X"}.get(inner, "TEXT")
+
+
+def _help(flag: Flag) -> str:
+    """The help text, with the allowed words where the name of the value does not have them."""
+    text, words = flag.help.removesuffix("."), _words(flag.type)
+    return f"{text}: {', '.join(words)}" if words and flag.metavar else text
 
 
 class CliParser(argparse.ArgumentParser):
