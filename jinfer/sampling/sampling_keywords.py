@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
-from inspect import Parameter, Signature, signature
-from types import MappingProxyType
-from typing import Any, Literal, TypedDict, cast
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any, Literal, TypedDict
 
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_field import ALIASES
@@ -111,47 +110,25 @@ def completing[F: Callable[..., Any]](names: type) -> Callable[[F], F]:
     """
 
     def completed(function: F) -> F:
-        function.__signature__ = _Completed(function, names)  # type: ignore[attr-defined]
+        plain = signature(function)
+        *first, rest = plain.parameters.values()
+        whole = plain.replace(parameters=[*first, *_keywords(names), rest])
+        function.__signature__ = whole  # type: ignore[attr-defined]
         return function
 
     return completed
 
 
-class _Completed(Signature):
-    """A signature made at its first use, so that no start waits for six signatures of 70 names."""
-
-    def __init__(self, function: Any, names: type) -> None:
-        self._function, self._names = function, names
-
-    @cached_property
-    def _whole(self) -> Signature:
-        function = self._function
-        del function.__signature__
-        plain = signature(function)
-        *first, rest = plain.parameters.values()
-        known = {name: hint for each in self._names.__mro__ for name, hint in _hints(each)}
-        more = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
-            for name, hint in known.items()
-        ]
-        function.__signature__ = plain.replace(parameters=[*first, *more, rest])
-        return cast("Signature", function.__signature__)
-
-    @property
-    def parameters(self) -> MappingProxyType[str, Parameter]:
-        return self._whole.parameters
-
-    @property
-    def return_annotation(self) -> Any:
-        return self._whole.return_annotation
-
-    def replace(self, **changes: Any) -> Signature:  # type: ignore[override]
-        return self._whole.replace(**changes)
+@cache
+def _keywords(names: type) -> tuple[Parameter, ...]:
+    hints = {n: hint for table in names.__mro__ for n, hint in _hints(table).items()}
+    kind = Parameter.KEYWORD_ONLY
+    return tuple(Parameter(n, kind, default=..., annotation=hint) for n, hint in hints.items())
 
 
-def _hints(table: type) -> Iterator[tuple[str, Any]]:
-    for name, hint in getattr(table, "__annotations__", {}).items():
-        yield name, getattr(hint, "__forward_arg__", hint)
+def _hints(table: type) -> dict[str, Any]:
+    hints = getattr(table, "__annotations__", {})
+    return {name: getattr(hint, "__forward_arg__", hint) for name, hint in hints.items()}
 
 
 def is_parameter(name: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, RequestError
-from jinfer.modelspec.foreign_names import ROWS, keyword
+from jinfer.modelspec.foreign_names import foreign_names, keyword
 from jinfer.modelspec.resolve_spec import TOP_KEYS
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_keywords import check_keywords
@@ -66,7 +66,7 @@ def test_keys_of_specifications_are_not_foreign() -> None:
 
 
 def test_where_foreign_keys_lead_is_somewhere() -> None:
-    for found in {row.key for row in ROWS if row.key}:
+    for found in {row.key for row in foreign_names() if row.key}:
         table, _, key = found.partition(".")
         assert table in TOP_KEYS
         if key and key not in TOP_KEYS:  # without its table it leads to itself

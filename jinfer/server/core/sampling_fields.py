@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from jinfer.modelspec.field_types import TINY, documentation, union
-from jinfer.modelspec.foreign_names import FIELDS, ForeignField
+from jinfer.modelspec.foreign_names import ForeignField, foreign_fields
 from jinfer.sampling.param_field import ALIASES, Group, Parameter
 from jinfer.sampling.samplers import SELECTABLE
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
@@ -179,7 +179,7 @@ def _foreign(field: ForeignField) -> Any:
     return Annotated[field.type | None, Ignored(field.reason, field.neutral)]
 
 
-FOREIGN_FIELDS = {name: _foreign(field) for field in FIELDS for name in field.names.split()}
+FOREIGN_FIELDS = {name: _foreign(field) for name, field in foreign_fields().items()}
 
 if TYPE_CHECKING:
     _TableFields = RequestModel
