@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
     listed: Any = llm.names("*bed")
     assert llm.trace(TOKENS[:9], listed).names == ["decoder.stem.embed", "embed"]
-    monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
+    monkeypatch.setattr(llm.session.engine.programs, "pipeline", object())
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")
 

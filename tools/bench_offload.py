@@ -73,7 +73,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
     _, took = answers(rows[2 * TOGETHER :])
     _, alone = answers(rows[-1:])
     stats = jax.devices()[0].memory_stats() or {}
-    plan = getattr(llm.session.engine.programs, "memory", "")
+    plan = getattr(llm.session.engine.programs.pipeline, "memory", "")
     llm.close()
     return {
         "tokens": [*first, *several],

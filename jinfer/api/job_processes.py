@@ -14,7 +14,6 @@ from jinfer.api.build_engine import build_engine, load
 from jinfer.api.loaded_adapters import with_merged_adapters
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.current_group import current_group
-from jinfer.distributed.distributed_programs import DistributedPrograms
 from jinfer.distributed.initialize import join_job
 from jinfer.distributed.job_config import JobConfig
 from jinfer.distributed.process_group import LOST
@@ -52,7 +51,6 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    assert isinstance(engine.programs, DistributedPrograms), "it has joined"
     worker_loop(group, engine.programs, engine.leaves)
 
 

@@ -55,6 +55,6 @@ def offload_refusal(engine: Engine) -> str:
     """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
     if current_group() is not None:
         return "with several processes, each of which has a part of the cache; leave it out"
-    if getattr(engine.programs, "hosted", None):
+    if engine.programs.pipeline is not None and engine.programs.pipeline.hosted:
         return "with partition.host_kv_cache; leave one of them out"
     return ""

@@ -17,7 +17,7 @@ from jinfer.speculate.drafter import DraftContext
 from jinfer.speculate.head_drafter import HeadDrafter
 from jinfer.speculate.head_weights import head_weights
 from jinfer.speculate.open_draft_model import KEY
-from jinfer.speculate.other_device import OtherDevicePrograms
+from jinfer.speculate.other_device import put_on
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.weights.quantized_cache import with_formats
@@ -55,7 +55,7 @@ def model_drafter(context: DraftContext) -> DraftModel:
 
 def _load(plan: WeightPlan, programs: CompiledPrograms, progress: bool) -> tuple[Any, ...]:
     """The weights of a draft model, on its device."""
-    put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
+    put = on_device if programs.device is None else put_on(programs.device)
     return load_weights.load(plan, put, progress=progress)
 
 

@@ -1,14 +1,14 @@
 """Pipeline parallelism: compiles the programs of single stages, each once.
 
-`pipeline_programs` and `jinfer.distributed` put them together to calls of the whole model. A
-stage's share of the forward pass runs on the stage's devices; batch preparation and sampling run
-on the device that has the sampling state ("home"), the first one of the last stage.
+`pipeline` and `jinfer.distributed` put them together to steps of the whole model. A stage's share
+of the forward pass runs on the stage's devices; batch preparation and sampling run on the device
+that has the sampling state ("home"), the first one of the last stage.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,20 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.runner import device_state as states
-from jinfer.engine.runner import head_steps, steps
+from jinfer.engine.runner import head_steps
 from jinfer.engine.runner.encoder_steps import fill_encoded
-from jinfer.engine.runner.flat_batch import FlatBatch, make_flat_batch
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.program_cache import compiled
-from jinfer.engine.runner.sampler_output import MAX_COPIES
+from jinfer.engine.runner.step_forms import CacheStep
 from jinfer.engine.runner.step_key import Sizes, StepKey
-from jinfer.engine.runner.step_table import (
-    abstract_flat_batch,
-    abstract_nodes,
-    abstract_tables,
-    float32,
-    int32,
-)
-from jinfer.engine.runner.verify import accept_states, sample_along_trees, tree_flat_batch
+from jinfer.engine.runner.step_table import abstract_tables, int32
+from jinfer.engine.runner.verify import accept_states
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import STATE, zero_cache
@@ -60,14 +54,13 @@ class StageCompiler:
         model: the whole model.
         sizes: the engine's sizes, which all programs share.
         lanes: how slots are divided among micro-batches.
-        tracing: a lock that is held while Python traces; concurrent tracing is slower.
     """
 
     model: AbstractModel
     sizes: Sizes
     stages: tuple[PipelineStage, ...]
     lanes: MicroBatches
-    tracing: threading.Lock
+    _tracing: threading.Lock = field(default_factory=threading.Lock)
     _made: dict[Any, Future[CompiledStage]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,11 +73,6 @@ class StageCompiler:
     def home(self) -> DeviceGroup:
         """The device that has the sampling states, and samples tokens."""
         return DeviceGroup(self.stages[-1].device_group.devices[:1])
-
-    @property
-    def words(self) -> int:
-        """32-bit words of a vocabulary bit mask."""
-        return int(self.state.mask.shape[1])
 
     def empty_state(self) -> states.State:
         """A micro-batch's state without running sequences."""
@@ -103,62 +91,22 @@ class StageCompiler:
         """A stage's KV cache pools, filled with zeros."""
         return sharded_zeros(self.cache(stage))
 
-    def begin(self, tokens: int, chosen: int) -> CompiledStage:
-        """`flat_batch.make_flat_batch` at home, without block tables."""
-        arguments: Any = self.state, int32(tokens), int32(tokens), {}, int32(chosen)
-        key = "begin", tokens, chosen
-        return self.cached(key, lambda: self.compile(make_flat_batch, (), arguments))
-
-    def choose(self, count: int, width: int, stages: tuple[steps.Stage, ...]) -> CompiledStage:
-        """The sampler at home, for logits of a width."""
-        rows = self.home.abstract_replicated((float32(count, width), int32(count)))
-        masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
-        flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        function = partial(steps.sample_logits, self.model, stages)
-        arguments = self.state, *rows, masks, flag
-        return self.cached(("choose", count, stages), lambda: self.compile(function, 0, arguments))
-
-    def plant(self, shape: StepKey) -> CompiledStage:
-        """`verify.tree_flat_batch` at home, without block tables."""
-        arguments: Any = self.state, abstract_nodes(shape), {}
-        key = "plant", shape.tokens, shape.chosen, shape.rows
-        return self.cached(key, lambda: self.compile(tree_flat_batch, (), arguments))
-
-    def walk(self, shape: StepKey, width: int) -> CompiledStage:
-        """`verify.sample_along_trees` at home: verifies draft trees, for logits of a width."""
-        logits = self.home.abstract_replicated(float32(shape.tokens, width))
-        masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
-        arguments = self.state, abstract_nodes(shape), logits, masks if shape.masked else None
-        function = partial(sample_along_trees, self.model, shape.sampling)
-        return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
-
     def decoder(
-        self,
-        tokens: int,
-        rows: tuple[int, int],
-        chosen: int | None,
-        wants: tuple[Want, ...],
-        copies: int = 0,
-        *,
-        drafted: bool = False,
+        self, batch: FlatBatch, last: Any, wants: tuple[Want, ...], *, drafted: bool = False
     ) -> tuple[CompiledStage, ...]:
         """`stage_forward.decoder_forward` of each stage.
 
         Args:
-            rows: rows of the block tables, and of the arrays of lengths.
-            chosen: how many tokens results are wanted of; None: all.
+            batch: the abstract flat batch.
+            last: the abstract indices of the tokens whose results are wanted; None: all.
             wants: the results that the last stage returns.
-            copies: capacity for tokens that stand in several rows (draft trees); 0: none do.
             drafted: as of `stage_forward.decoder_forward`.
         """
         made, x = list[CompiledStage](), None
-        tables = abstract_tables(self.sizes, rows[0])
-        batch = abstract_flat_batch(tokens, rows[1], tables, copies)
         for stage in self.stages:
-            which, named = (chosen, wants) if stage.last else (None, ())
-            last = None if which is None else int32(which)
-            make = partial(self._decoder, stage, x, batch, last, named, drafted)
-            key = ("flow", stage.kind, tokens, rows, which, named, copies, drafted)
+            which, named = (last, wants) if stage.last else (None, ())
+            make = partial(self._decoder, stage, x, batch, which, named, drafted)
+            key = ("forward", stage.kind, repr((batch, which)), named, drafted)
             made.append(self.cached(key, make))
             x = made[-1].out[1]
         return tuple(made)
@@ -177,54 +125,59 @@ class StageCompiler:
         flat = with_flat_parameters(stage, function)
         return self.compile_stage(stage, flat, 1, own, (x, batch, last), (True, False))
 
-    def accept(self, number: int, shape: StepKey, forward: CompiledStage) -> CompiledStage | None:
-        """`verify.accept_states` of a stage after its forward pass; None without states."""
+    def accept(
+        self, number: int, forward: CompiledStage, batch: FlatBatch, roots: Any
+    ) -> CompiledStage | None:
+        """`verify.accept_states` of a stage after its forward pass; None without states.
+
+        Args:
+            batch, roots: the abstract flat batch, and the abstract roots of its trees.
+        """
         stage = self.stages[number]
         if STATE not in {cache.group for cache in stage.model.model.caches.values()}:
             return None
 
         def make() -> CompiledStage:
-            count = shape.tokens
-            tables = abstract_tables(self.sizes, count)
-            batch = abstract_flat_batch(count, count, tables)
-            sampled = int32(shape.chosen), int32(count, shape.chosen)
+            given = batch, roots, int32(*batch.tokens.shape, *roots.shape)
             own = split_inputs(stage.device_group.as_shards(forward.out[0]))
 
             def function(cache: Any, inputs: Any, *given: Any) -> Any:
                 return accept_states(join_inputs(cache, inputs), *given)
 
-            made = self.compile_stage(stage, function, 0, own, (batch, *sampled), True)
+            made = self.compile_stage(stage, function, 0, own, given, True)
 
             def run(cache: Any, *given: Any) -> Any:
                 return made.program(*split_inputs(cache), *given)
 
             return CompiledStage(run, made.out)
 
-        return self.cached(("accept", stage.kind, shape.tokens, shape.chosen), make)
+        return self.cached(("accept", stage.kind, repr((batch, roots))), make)
 
-    def encoder(
-        self, rows: int, tokens: int, wants: tuple[Want, ...]
-    ) -> tuple[CompiledStage | None, ...]:
-        """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers."""
+    def encoder(self, texts: Any, want: Want) -> tuple[CompiledStage | None, ...]:
+        """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers.
+
+        Args:
+            texts: the abstract token ids.
+        """
         made, x = list[CompiledStage | None](), None
         for stage in self.stages:
             model_slice = stage.model.slice
             if not (model_slice.first or model_slice.last or model_slice.layers["encoder"]):
                 made.append(None)
                 continue
-            named = wants if stage.last else ()
-            make = partial(self._encoder, stage, x, rows, tokens, named)
-            program = self.cached(("read", stage.kind, rows, tokens, named), make)
+            named = (want,) if stage.last else ()
+            make = partial(self._encoder, stage, x, texts, named)
+            program = self.cached(("encode", stage.kind, texts.shape, named), make)
             made.append(program)
             x = program.out
         return tuple(made)
 
     def _encoder(
-        self, stage: PipelineStage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]
+        self, stage: PipelineStage, x: Any, texts: Any, wants: tuple[Want, ...]
     ) -> CompiledStage:
         function = partial(stage_forward.encoder_forward, stage.model, wants)
-        flat, texts = with_flat_parameters(stage, function), int32(rows, tokens)
-        own, batch = (abstract_leaves(stage),), (x, texts, texts, int32(rows))
+        flat, own = with_flat_parameters(stage, function), (abstract_leaves(stage),)
+        batch = x, texts, texts, int32(texts.shape[0])
         return self.compile_stage(stage, flat, (), own, batch, False)
 
     def fill(self, number: int, encoded: Any) -> CompiledStage:
@@ -259,30 +212,38 @@ class StageCompiler:
 
         return self.cached(("kept", number, tokens), make)
 
-    def copy(self, number: int) -> CompiledStage:
-        """`steps.copy_blocks` of a stage."""
+    def of_cache(self, number: int, key: StepKey, step: CacheStep) -> CompiledStage:
+        """A step of a stage's KV cache."""
         stage = self.stages[number]
 
         def make() -> CompiledStage:
-            ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
-            function = partial(steps.copy_blocks, stage.model.model)
-            own, which = (self.cache(stage),), (ids, ids, int32())
-            return self.compile_stage(stage, function, 0, own, which, True)
+            model, arguments = stage.model.model, list(step.arguments)
+            own, parts = [self.cache(stage)], [True]
+            for index, argument in enumerate(arguments):
+                sharded = index == step.rows
+                own.append(argument[number] if sharded else argument)
+                parts.append(sharded)
+            donated = () if step.reads else 0
+            return self.compile_parts(stage, partial(step.function, model), donated, own, parts)
 
-        return self.cached(("copy", stage.kind), make)
+        # Rows have the shapes of a stage's own cache.
+        which = stage.kind if step.rows is None else number
+        return self.cached((key, which), make)
 
-    def admit(self) -> CompiledStage:
-        """`device_state.set_slot` at home: sets a slot's state for a new sequence."""
-        row = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
-        )
-        arguments = self.state, row, int32()
-        return self.cached("admit", lambda: self.compile(states.set_slot, 0, arguments))
+    def at_home(
+        self, key: Any, function: Callable[..., Any], donated: Any, *given: Any
+    ) -> CompiledStage:
+        """A function compiled for home.
 
-    def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> CompiledStage:
-        """A function at home of the last stage's results `out` and further arguments."""
-        arguments = self.home.abstract_replicated(out), *more
-        return self.cached(("finish", key), lambda: self.compile(function, (), arguments))
+        Args:
+            key: of the program, which is compiled once.
+            given: abstract arguments: arrays of the host, or such as `on_home` gives.
+        """
+        return self.cached(("home", key), lambda: self.compile(function, donated, given))
+
+    def on_home(self, tree: Any) -> Any:
+        """Abstract arrays that are at home."""
+        return self.home.abstract_replicated(tree)
 
     def cached(self, key: Any, make: Callable[[], CompiledStage]) -> CompiledStage:
         """The cached program of a key, compiled by the first thread that asks for it."""
@@ -315,7 +276,7 @@ class StageCompiler:
             given: the abstract arguments.
         """
         where = device_group or self.home
-        with self.tracing, target_platform(where.platform):
+        with self._tracing, target_platform(where.platform):
             if not where.local:
                 return CompiledStage(_on_another_rank, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
@@ -337,9 +298,25 @@ class StageCompiler:
             replicated: its other arguments.
             out: whether the results are sharded: a boolean, or a tuple of them.
         """
-        parts, group = (True,) * len(own) + (False,) * len(replicated), stage.device_group
-        arguments = *own, *group.abstract_replicated(replicated)
-        return self.compile(group.shard_map(function, parts, out), donated, arguments, group)
+        parts = (True,) * len(own) + (False,) * len(replicated)
+        return self.compile_parts(stage, function, donated, (*own, *replicated), parts, out)
+
+    def compile_parts(
+        self,
+        stage: PipelineStage,
+        function: Callable[..., Any],
+        donated: Any,
+        arguments: Sequence[Any],
+        parts: Sequence[bool],
+        out: Any = True,
+    ) -> CompiledStage:
+        """As `compile_stage`; `parts` says of each argument whether it is sharded."""
+        group = stage.device_group
+        placed = [
+            argument if sharded else group.abstract_replicated(argument)
+            for argument, sharded in zip(arguments, parts, strict=True)
+        ]
+        return self.compile(group.shard_map(function, parts, out), donated, placed, group)
 
     def cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract KV cache pools on its devices."""
