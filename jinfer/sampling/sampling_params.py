@@ -44,80 +44,83 @@ _structure = partial(param, group="Structure")
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's next tokens are chosen; docs/sampling.md says more of each.
+    """How a request's next tokens are chosen; docs/sampling.md explains each parameter.
 
     Samplers run in the order of the table `SAMPLERS`, or in that of `samplers`, each on the logits
     that its predecessor left. Strategies and samplers may have other engines' names, and so may
     parameters in `from_names`.
 
     Attributes:
-        strategy: "greedy" takes the likeliest token; "sample" draws, with every filter given;
-            those named after a filter draw, and set it to a usual value if it is not given; "auto"
-            draws if a temperature above 0 or a filter is given, and is greedy otherwise. "fsd",
-            "random_fsd", "contrastive" and "beam" choose in their own ways.
-        temperature: logits are divided by it; 0 is greedy; None: 1 when drawing.
-        dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, so
-            far to both sides.
-        seed: the same seed, prompt and parameters give the same tokens; None: a new one.
+        strategy: "greedy" takes the likeliest token; "sample" draws, with all filters that are
+            given; a strategy with the name of a filter draws, and sets the filter to a usual value
+            if it is not given; "auto" draws if a temperature above 0 or a filter is given, and is
+            greedy otherwise. "fsd", "random_fsd", "contrastive" and "beam" choose in other ways.
+        temperature: divides the logits; 0 is greedy; None: 1 when drawing.
+        dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, up
+            to this distance above and below.
+        seed: the same seed, prompt and parameters give the same tokens; None: a random seed.
         samplers: the samplers that run, in this order; others do not run, even if their parameters
             are given.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
-        min_p: only tokens at least this share of the likeliest's probability (arXiv 2407.01082).
-        typical_p: only the tokens of the most expected surprise, of this mass (arXiv 2202.00666).
-        tfs_z: no tail: this share of the curvature of the sorted probabilities.
-        top_a: only tokens of at least this times the likeliest's probability squared.
-        top_n_sigma: only logits so many standard deviations below the greatest (arXiv 2411.07641);
-            0 or less: off.
-        xtc_probability, xtc_threshold: how often all but the least likely of those above the
-            threshold are dropped.
-        mirostat, mirostat_tau, mirostat_eta: version 1 or 2, surprise in bits that it keeps to,
-            and how fast (arXiv 2007.14966).
-        repetition_penalty: divides the logits of tokens there were (arXiv 1909.05858), multiplies
-            negative ones.
-        presence_penalty, frequency_penalty: taken from the logits of tokens that the answer has,
-            once, and each time.
-        penalty_last_n: tokens at the end that the three look at; -1: all; 0: they are off.
+        min_p: only tokens of at least this share of the greatest probability (arXiv 2407.01082).
+        typical_p: only the tokens nearest to the expected surprise, of this probability in all
+            (arXiv 2202.00666).
+        tfs_z: tail-free sampling: only this share of the curvature of the sorted probabilities.
+        top_a: only tokens of at least this times the square of the greatest probability.
+        top_n_sigma: only logits at most this many standard deviations below the greatest (arXiv
+            2411.07641); 0 or less: off.
+        xtc_probability, xtc_threshold: how often all tokens above the threshold are dropped, except
+            the least likely of them.
+        mirostat, mirostat_tau, mirostat_eta: version 1 or 2, target surprise in bits, and learning
+            rate (arXiv 2007.14966).
+        repetition_penalty: divides the logits of tokens that the sequence has, and multiplies
+            negative logits (arXiv 1909.05858).
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer
+            has, once, and for each occurrence.
+        penalty_last_n: tokens at the end that the three penalties look at; -1: all; 0: they are
+            off.
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers:
-            what would go on repeating more than the allowed length loses multiplier * base **
-            excess; texts or token ids break repetitions.
-        logit_bias: id -> what is added to its logit; -inf bans it.
-        banned_token_ids, allowed_token_ids: never these; None or only these.
-        bad_words, bad_words_ids: texts, or sequences of ids, that are not completed.
-        logits_processors: functions of your own, in JAX, that change the logits first of all.
+            a token that would extend a repetition beyond the allowed length loses multiplier *
+            base ** excess; texts or token ids break repetitions.
+        logit_bias: id -> the number that is added to its logit; -inf bans it.
+        banned_token_ids, allowed_token_ids: never these; only these, None: all.
+        bad_words, bad_words_ids: texts, or sequences of ids, that are never completed.
+        logits_processors: functions of your own, in JAX, that change the logits first.
         fsd_alpha, fsd_k, fsd_n, fsd_beta, fsd_pool: of FSD (arXiv 2305.12675): weight of the
             penalty, candidates, longest n-gram, smoothing, tokens that share the probability.
-        random_fsd_tokens, random_fsd_probability: FSD after so many tokens, before so often.
+        random_fsd_tokens, random_fsd_probability: FSD chooses after this many tokens, and earlier
+            with this probability.
         penalty_alpha: of contrastive search (arXiv 2202.06417), over `top_k` candidates.
-        beams, length_penalty, early_stopping: of beam search, which keeps the `beams` likeliest
-            sequences and takes that with the greatest log-probability / length ** length_penalty;
-            whether enough finished ones end it at once, when better ones are unlikely (False), or
-            impossible ("never").
-        n, best_of: answers given, and how many they are the likeliest of; a beam search gives its
+        beams, length_penalty, early_stopping: beam search keeps the `beams` likeliest sequences and
+            takes the greatest log-probability / length ** length_penalty; it ends as soon as
+            enough sequences are finished (true), when a better sequence is unlikely (false), or
+            when it is impossible ("never").
+        n, best_of: number of answers, chosen as the likeliest of `best_of`; a beam search gives its
             `n` best beams.
-        max_tokens: at most so many new tokens; None: up to the context's end.
-        min_tokens: no end of sequence, stop token or stop text before so many, which are at most
-            `max_tokens`.
+        max_tokens: new tokens, at most; None: up to the context's end.
+        min_tokens: no end of sequence, stop token or stop text before this many tokens, which are
+            at most `max_tokens`.
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: ids that end the answer; they are not part of its text.
-        ignore_eos: go on after the model's own end of sequence.
-        include_stop: what ends the answer, a stop text or an end's own text, is part of it.
+        ignore_eos: continue after the model's own end of sequence.
+        include_stop: the stop text, or the text of the end token, is part of the answer.
         skip_special: special tokens are not part of the answer's text.
-        thinking_token_budget, thinking_budget_message: after so many tokens of thought it says
-            this and its end, which is forced, and the answer goes on; None: any number.
-        logprobs: also give the log-probability of each token, and of so many likeliest ones.
-        logprob_token_ids, post_sampling_probs: of these ids rather than of the likeliest; after
-            the samplers rather than before them.
+        thinking_token_budget, thinking_budget_message: tokens of thought, at most; then the message
+            and the end of the thought are forced, and the answer continues; None: any number.
+        logprobs: also give the log-probability of each token, and of this many likeliest tokens.
+        logprob_token_ids, post_sampling_probs: give them for these ids rather than the likeliest;
+            after the samplers rather than before.
         speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
             same.
-        json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
-        capture: names of activations, patterns with *, that come back with the answer.
+        json_schema, regex, choice, grammar: constraints of the answer; at most one of them.
+        capture: names of activations, or patterns with *, that are returned with the answer.
         steer: steering vectors, added to named activations at some tokens.
         edits: changes of named activations at some tokens, in their order; `steer` follows them.
 
     Raises:
-        RequestError: for a value outside its range, where the message begins with the parameter's
-            name; for a name that is no parameter's.
+        RequestError: a value is outside its bounds, and the message begins with the parameter's
+            name; or a name is unknown.
     """
 
     strategy: Strategy = _choice("auto")
@@ -226,7 +229,7 @@ class SamplingParams:
         return cls(**canonical_names(values))
 
     def _rules(self) -> Iterable[tuple[str, bool, str]]:
-        """Rules between parameters: one of them, whether the rule holds, what it must be."""
+        """Rules between parameters: the name of one, whether the rule holds, the allowed values."""
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
         few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= MAX_BIASED
         yield "logit_bias", few, f"at most {MAX_BIASED} ids, with the banned ones"
@@ -241,11 +244,11 @@ class SamplingParams:
         yield "mirostat", not self.mirostat or samples, f'0 with the strategy "{self.strategy}"'
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            yield given[1], False, f"left out beside {given[0]}"
+            yield given[1], False, f"left out: {given[0]} is given"
 
     @property
     def constrained(self) -> bool:
-        """Whether the answer has to be something."""
+        """Whether the answer has a constraint."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property

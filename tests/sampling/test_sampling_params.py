@@ -115,8 +115,11 @@ from tests.sampling.batches import VOCAB, encode, params
         ({"regex": ""}, "regex must be a text, not ''"),
         ({"grammar": 5}, "grammar must be a text, not 5"),
         ({"json_schema": 5}, "json_schema must be a schema, not 5"),
-        ({"json_schema": True, "regex": "a"}, "regex must be left out beside json_schema, not 'a'"),
-        ({"choice": ["a"], "grammar": "b"}, "grammar must be left out beside choice, not 'b'"),
+        (
+            {"json_schema": True, "regex": "a"},
+            "regex must be left out: json_schema is 'a'",
+        ),
+        ({"choice": ["a"], "grammar": "b"}, "grammar must be left out: choice is given, not 'b'"),
     ],
     ids=str,
 )
