@@ -14,8 +14,8 @@ from jinfer.modelspec.attention_parts import (
     TemperatureSpec,
 )
 from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
 from jinfer.modelspec.feed_forward_blocks import MoESpec
-from jinfer.modelspec.field_types import Count, NotNegative, Positive, Size, dim
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
 from jinfer.modelspec.spec_errors import show_value
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.feed_forward_blocks import Activation
-from jinfer.modelspec.field_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.position_blocks import RopeSpec
 
 

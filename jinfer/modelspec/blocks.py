@@ -26,6 +26,7 @@ from jinfer.modelspec.attention_parts import (
     TemperatureSpec,
 )
 from jinfer.modelspec.block import ArrayKind, Block
+from jinfer.modelspec.bounded_types import Count, NotNegative, Size, dim
 from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
     Activation,
@@ -35,7 +36,6 @@ from jinfer.modelspec.feed_forward_blocks import (
     MLPSpec,
     MoESpec,
 )
-from jinfer.modelspec.field_types import Count, NotNegative, Size, dim
 from jinfer.modelspec.position_blocks import (
     AlibiSpec,
     DisentangledSpec,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.field_types import Count, fields
+from jinfer.modelspec.bounded_types import Count
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_values import SpecValues
-from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.table_reader import fields, read_value
 from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
 
 Activation = Literal["identity", "sigmoid", "softmax"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from jinfer.modelspec.block import Block, CachedVectors
-from jinfer.modelspec.field_types import Size
+from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.layer_spec import FollowSpec, LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec

@@ -7,7 +7,7 @@ from statistics import NormalDist
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.field_types import Count, Fraction, NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).

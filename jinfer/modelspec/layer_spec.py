@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from jinfer.modelspec.blocks import AttentionSpec, Block, IndexerSpec, LatentAttentionSpec
-from jinfer.modelspec.field_types import Size
+from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jinfer.modelspec.adapters_table import AdapterSpec
 from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.classification_table import ClassificationSpec
-from jinfer.modelspec.field_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls

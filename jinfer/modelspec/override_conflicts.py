@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any
 
-from jinfer.modelspec.field_types import fields
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
-from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.table_reader import fields, read_value
 from jinfer.modelspec.toml_tables import is_partial_override
 
 _BUILT = ("modules", "encoder", "decoder")

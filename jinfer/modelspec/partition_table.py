@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinfer.modelspec.field_types import Count, Fraction, Size
+from jinfer.modelspec.bounded_types import Count, Fraction, Size
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value

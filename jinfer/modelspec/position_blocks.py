@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.field_types import Count, Fraction, NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
 # Keys of the table of scaling that are for other parts of a specification.
 _SAID_ELSEWHERE = (

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jinfer.modelspec.bounded_types import Count, NotNegative
 from jinfer.modelspec.cache_dtype import parse_cache_dtype
-from jinfer.modelspec.field_types import Count, NotNegative
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues

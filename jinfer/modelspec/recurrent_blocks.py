@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block, CachedState
+from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 from jinfer.modelspec.feed_forward_blocks import Activation
-from jinfer.modelspec.field_types import NotNegative, Positive, Size, dim
 
 
 @dataclass(frozen=True, kw_only=True)

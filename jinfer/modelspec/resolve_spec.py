@@ -10,9 +10,9 @@ from typing import Any
 
 from jinfer.modelspec.adapters_table import read_adapters
 from jinfer.modelspec.blocks import AnyBlock
+from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.classification_table import read_classification
 from jinfer.modelspec.family_match import check_match
-from jinfer.modelspec.field_types import Size, fields, union
 from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
 from jinfer.modelspec.omitted_modules import omitted_modules
 from jinfer.modelspec.override_conflicts import LostKey, check_lost_keys, lost_keys
@@ -28,7 +28,7 @@ from jinfer.modelspec.stack_spec import (
     read_stack,
     used_shared,
 )
-from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.table_reader import fields, read_value, union
 from jinfer.modelspec.tensor_names import FORMATS, read_tensor_map
 from jinfer.modelspec.toml_tables import (
     as_table,

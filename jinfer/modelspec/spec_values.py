@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.expressions import FUNCTIONS, MAX_LENGTH, ExpressionError, evaluate, parse
-from jinfer.modelspec.field_types import DEFAULT_CONTEXT
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.(?:[A-Za-z0-9_]+|\{i\}))*)"

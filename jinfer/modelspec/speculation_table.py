@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinfer.modelspec.field_types import Count, Size
+from jinfer.modelspec.bounded_types import Count, Size
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value

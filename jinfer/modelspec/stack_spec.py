@@ -10,8 +10,8 @@ from typing import Any
 from jinfer.modelspec import formula
 from jinfer.modelspec.block import ArrayKind
 from jinfer.modelspec.blocks import AnyBlock, AttentionSpec, Block, EmbeddingSpec, HeadSpec
+from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
-from jinfer.modelspec.field_types import LayerCount
 from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, indexer_of
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.field_types import NotNegative, Size
+from jinfer.modelspec.bounded_types import NotNegative, Size
 
 
 @dataclass(frozen=True, kw_only=True)

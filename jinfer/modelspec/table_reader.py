@@ -10,9 +10,11 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jinfer.modelspec.blocks import ACTIVATION_ALIASES
-from jinfer.modelspec.field_types import WrongValue, fields, mismatch, read_as, union
+from jinfer.modelspec.bounded_types import WrongValue, fields, mismatch, read_as, union
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
+
+__all__ = ["fields", "read_value", "union"]
 
 
 def read_value(cls: Any, written: Any, values: SpecValues, key: str) -> Any:

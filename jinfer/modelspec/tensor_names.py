@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from jinfer.modelspec.field_types import Count, Size
+from jinfer.modelspec.bounded_types import Count, Size
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
-from jinfer.modelspec.field_types import DEFAULT_CONTEXT
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.matmul.half_precision import reads_16_bit_weights

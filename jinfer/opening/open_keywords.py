@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.modelspec.field_types import fields
+from jinfer.modelspec.bounded_types import fields
 from jinfer.modelspec.foreign_names import keyword
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import PartitionSpec

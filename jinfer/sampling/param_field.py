@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Literal, cast
 
-from jinfer.modelspec.field_types import Bounds, details, fields, union
+from jinfer.modelspec.bounded_types import Bounds, details, fields, union
 from jinfer.modelspec.foreign_names import keyword, parameter_aliases
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.sampling.request_errors import RequestError

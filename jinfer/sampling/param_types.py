@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
-from jinfer.modelspec.field_types import (
+from jinfer.modelspec.bounded_types import (
     MAX_INDEX,
     TINY,
     Bounds,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
-from jinfer.modelspec.field_types import Count, Size, WrongValue, read_as
+from jinfer.modelspec.bounded_types import Count, Size, WrongValue, read_as
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.sampling import param_types as types
 from jinfer.sampling.param_field import ALIASES, by_name, param, parameters

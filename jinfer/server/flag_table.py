@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from jinfer.cli.terminal.argument_parser import flags_of
 from jinfer.cli.terminal.generate_flags import JOB_FLAGS, ModelFlags
-from jinfer.modelspec.field_types import (
+from jinfer.modelspec.bounded_types import (
     Bounds,
     Count,
     NotNegative,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.field_types import DEFAULT_CONTEXT
+from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention import kv_cache

@@ -21,8 +21,8 @@ from jinfer.modelspec.blocks import (
     RopeScalingSpec,
     TemperatureSpec,
 )
+from jinfer.modelspec.bounded_types import describe, fields, union
 from jinfer.modelspec.classification_table import ClassificationSpec
-from jinfer.modelspec.field_types import describe, fields, union
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec

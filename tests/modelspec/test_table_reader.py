@@ -16,7 +16,7 @@ from jinfer.modelspec.blocks import (
     RopeScalingSpec,
     RopeSpec,
 )
-from jinfer.modelspec.field_types import Count, LayerCount, NotNegative, Positive, Size
+from jinfer.modelspec.bounded_types import Count, LayerCount, NotNegative, Positive, Size
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.table_reader import read_value
 

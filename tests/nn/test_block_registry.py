@@ -8,8 +8,7 @@ from flax import nnx
 
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.blocks import MODULES, AnyBlock
-from jinfer.modelspec.field_types import fields
-from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.table_reader import fields, read_value
 from jinfer.nn.block_registry import build_module
 from tests.modelspec.helpers import values
 

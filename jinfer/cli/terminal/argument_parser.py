@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from jinfer.modelspec.field_types import (
+from jinfer.modelspec.bounded_types import (
     Reader,
     WrongValue,
     details,

@@ -19,7 +19,7 @@ from jinfer.cli.terminal.argument_parser import (
     spelled,
 )
 from jinfer.distributed import job_config
-from jinfer.modelspec.field_types import Size, from_text, option
+from jinfer.modelspec.bounded_types import Size, from_text, option
 from jinfer.modelspec.foreign_names import flag_aliases, flag_hint
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.request_errors import RequestError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from jinfer.modelspec.field_types import TINY, documentation, union
+from jinfer.modelspec.bounded_types import TINY, documentation, union
 from jinfer.modelspec.foreign_names import ForeignField, foreign_fields
 from jinfer.sampling.param_field import ALIASES, Group, Parameter
 from jinfer.sampling.samplers import SELECTABLE

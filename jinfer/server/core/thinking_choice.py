@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinfer.modelspec.field_types import MAX_INDEX
+from jinfer.modelspec.bounded_types import MAX_INDEX
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.open_model import Opened
 from jinfer.sampling.sampling_params import PARAMETERS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jinfer.modelspec.field_types import Count, NotNegative, Reader, Size, WrongValue, option
+from jinfer.modelspec.bounded_types import Count, NotNegative, Reader, Size, WrongValue, option
 
 # Variables of chat templates that `Conversation.encode` sets itself; "special" would parse special
 # tokens in messages.
