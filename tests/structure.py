@@ -21,13 +21,13 @@ LEVELS = [
     {"markup", "progress", "runtime"},
     KERNELS,
     {"guard", "matmul_precision", "version"},
-    {"modelspec", "checkpoint", "tokenizer"},
+    {"modelspec", "tokenizer"},
     {"quant", "template"},
     {"ops"},
     {"nn"},
-    {"weights", "sampling"},
-    {"engine"},
-    {"opening", "parallel"},
+    {"sampling"},
+    {"engine", "loader"},
+    {"parallel"},
     {"distributed", "speculate"},
     {"api"},
     {"jinfer", "views"},
@@ -36,7 +36,7 @@ LEVELS = [
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Who has the plain references that stand beside kernels.
-USERS = {"ops", "quant", "tools"}
+USERS = {"loader", "ops", "quant", "tools"}
 
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
@@ -49,9 +49,9 @@ JAX_UNITS = {
     "distributed",
     "engine",
     "kernels_pallas",
+    "loader",
     "matmul_precision",
     "nn",
-    "opening",
     "ops",
     "parallel",
     "quant",
@@ -59,7 +59,6 @@ JAX_UNITS = {
     "sampling",
     "speculate",
     "tools",
-    "weights",
 }
 # Modules that read JAX's private parts, and why. Nothing replaces them.
 PRIVATE_JAX = {

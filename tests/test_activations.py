@@ -16,7 +16,7 @@ from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
 from jinfer.api.classification import Classes
 from jinfer.api.trace import Trace
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from tests.reference import numpy_activations
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_tensors import read_safetensors

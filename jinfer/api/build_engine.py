@@ -25,17 +25,17 @@ from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.guard.disk_cache import DiskCache
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights import load_weights
+from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.adapted_rows import is_adapter
-from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
-from jinfer.weights import load_weights
-from jinfer.weights.plan_weights import WeightPlan
 
 if TYPE_CHECKING:
     from jinfer.speculate.build_drafters import OpenedDrafters

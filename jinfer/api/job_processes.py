@@ -20,11 +20,11 @@ from jinfer.distributed.process_group import LOST
 from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.ops.platforms import start
-from jinfer.weights.plan_weights import plan_weights
-from jinfer.weights.quantized_cache import with_formats
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 

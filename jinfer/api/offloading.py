@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.quantized_cache import entry_key
 
 _GIB = 1 << 30
 

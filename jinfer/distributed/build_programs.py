@@ -13,8 +13,8 @@ from jinfer.distributed.unsupported import check_spec, check_stages
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import Sizes
 from jinfer.engine.scheduling.cache_size import cache_blocks, fewest_blocks, free_memory
+from jinfer.loader.open_model import Opened
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.microbatches import MicroBatches
 from jinfer.parallel.pipeline_stage import PipelineStage

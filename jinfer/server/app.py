@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.current_group import current_group
-from jinfer.opening.sources import SourceError
+from jinfer.loader.config.config_json import SourceError
 from jinfer.server.core.endpoint import Endpoint, EndpointApp
 from jinfer.server.core.service import Service
 from jinfer.server.http import ignored_fields
@@ -39,10 +39,10 @@ from jinfer.server.stores.response_store import ResponseStore
 
 
 def open_stores(settings: ServerSettings) -> dict[str, Any]:
-    """The stores, as fields of `Service`.
+    """Open the stores, as fields of `Service`.
 
     Raises:
-        SourceError: a folder that cannot be used, or that another server uses.
+        SourceError: a folder is unusable, or in use by another server.
     """
     responses = settings.responses_dir
     try:
@@ -65,7 +65,7 @@ def open_stores(settings: ServerSettings) -> dict[str, Any]:
     return stores
 
 
-_NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for what one was sent
+_NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for the data of a client
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
@@ -80,10 +80,10 @@ def build_app(
     """Build the ASGI application. Its models are loaded when the lifespan starts.
 
     Args:
-        registry: where its models come from.
+        registry: sources of the models.
         on_load_error: called with the error if a model cannot be loaded at startup.
         on_service: called with the `Service` once it is built.
-        more: routes that are not described.
+        more: additional routes, not in the OpenAPI document.
 
     Raises:
         SourceError, SpecError: the folder or the file of models cannot be read.
@@ -143,7 +143,7 @@ def build_app(
 
 
 def _end_streams(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-    """End open streams with the reason why the process exits, and waits for them to be flushed."""
+    """End open streams with the reason of the exit, and wait until they are flushed."""
 
     async def tell() -> None:
         service.models.refuse_requests()
@@ -164,7 +164,7 @@ async def _load_models(models: ModelManager, on_load_error: Callable[[BaseExcept
 
 
 def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
-    """One Starlette route for each path, dispatching on the HTTP method."""
+    """Create a Starlette route for each path, which dispatches on the HTTP method."""
     by_path: dict[str, dict[str, ASGIApp]] = {}
     for endpoint in endpoints:
         for path in endpoint.paths:

@@ -36,36 +36,33 @@ class ServeFlags(ModelFlags):
     """Flags of `jinfer serve` besides those of `ServerSettings`.
 
     Attributes:
-        host: address to listen at; several with commas.
-        port: port to listen at; 0: any that is free.
-        uds: path of a unix socket to listen at instead.
-        alias: the name of the first model in requests; several with commas.
-        parallel: sequences that run at a time (engine.slots).
-        chat_template: a Jinja template, or a file with one.
-        reasoning_budget: tokens of thought, at most (generation.thinking_token_budget); 0: none,
-            -1: any number.
-        reasoning_budget_message: the last text of a thought that reaches its budget
+        host: address to listen on; several with commas.
+        port: port to listen on; 0: any free port.
+        uds: path of a Unix socket to listen on instead.
+        alias: names of the first model in requests; several with commas.
+        parallel: maximum number of concurrent sequences (engine.slots).
+        chat_template: a Jinja template, or a file with a template.
+        reasoning_budget: maximum tokens of thought (generation.thinking_token_budget); 0: none, -1:
+            no limit.
+        reasoning_budget_message: last words of a thought at its budget
             (generation.thinking_budget_message).
-        tool_call_parser: how models write tool calls (prompt.tool_calls).
-        reasoning_parser: how models mark their thoughts (prompt.reasoning).
-        cache_ram: GiB of host memory for prefixes that the cache has no room for
-            (engine.cache_ram).
-        cache_disk: a folder for cached prefixes, which outlive a restart (engine.cache_disk).
-        cache_disk_size: GiB that it may have (engine.cache_disk_size).
-        queue: requests that may wait; further requests are answered with 429.
-        models_dir: a folder whose GGUF files, checkpoint folders and specifications are loaded on
-            demand.
-        models: a TOML file of models that are loaded on demand, with settings of each.
-        model_processes: on a CPU, models that are loaded beside others have processes of their own.
-        warm_up: when all programs are compiled: in the background, before the first request, or as
-            they are needed.
-        api_key: a key that requests may use.
-        api_key_file: a file of keys, a line each.
-        stop_timeout: seconds that running answers may take after SIGTERM; 0: any time.
-        adapter: a LoRA adapter, which requests name as their model.
-        max_adapters: LoRA adapters that may be loaded at a time (engine.max_adapters).
-        max_adapter_rank: their highest rank (engine.max_adapter_rank).
-        logits_processor: a logits processor that requests may name.
+        tool_call_parser: format of tool calls (prompt.tool_calls).
+        reasoning_parser: format of thoughts (prompt.reasoning).
+        cache_ram: GiB of host memory for offloaded prefixes (engine.cache_ram).
+        cache_disk: folder for offloaded prefixes, which outlive a restart (engine.cache_disk).
+        cache_disk_size: maximum GiB in that folder (engine.cache_disk_size).
+        queue: maximum number of waiting requests; others get status 429.
+        models_dir: folder of GGUF files, checkpoints and specifications to load on demand.
+        models: TOML file of models to load on demand, with settings.
+        model_processes: on a CPU, models that are loaded later have their own processes.
+        warm_up: compile all programs: in the background, before the first request, or when needed.
+        api_key: an API key.
+        api_key_file: file of API keys, a key per line.
+        stop_timeout: time limit of running answers after SIGTERM, in seconds; 0: none.
+        adapter: a LoRA adapter, which requests use as model name.
+        max_adapters: maximum number of loaded LoRA adapters (engine.max_adapters).
+        max_adapter_rank: maximum rank of LoRA adapters (engine.max_adapter_rank).
+        logits_processor: a logits processor for requests.
         log_format: lines of JSON, or text for a person; auto: text on a terminal.
         log_level: the least severe messages that are logged.
         ssl_certfile: certificate, for TLS.

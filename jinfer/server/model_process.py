@@ -1,7 +1,7 @@
 """Model process: serves one model at a Unix socket, for the server that started it.
 
-It is told what to serve in a line of JSON on its standard input, says in one on its standard output
-that the model is there, or why not, and ends when its standard input does: with its server.
+It reads its job as a line of JSON from standard input, and writes a line of JSON to standard output
+when the model is loaded or failed. It ends when its standard input does: with its server.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Any
 from jinfer.runtime.startup import importing
 from jinfer.runtime.thread_priority import lower_priority
 
-_SWITCH_INTERVAL = 0.001  # as of the server
-_POLL = 0.01  # seconds between two looks whether the model is there
+_SWITCH_INTERVAL = 0.001  # as in the server
+_POLL = 0.01  # seconds between two checks whether the model is loaded
 
 
 def main() -> int:
-    """Serve until its server has gone; returns the exit status."""
-    # Both come to every process of a terminal, or of a service; the server ends its models itself.
+    """Serve until the server has ended; return the exit status."""
+    # Terminals and service managers signal all processes; the server ends its models itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries must not print to the answer
     job = json.loads(sys.stdin.buffer.readline())
     sys.setswitchinterval(_SWITCH_INTERVAL)
     if not job["socket"]:
         lower_priority()
-    # Beside the streams of other models: see `jinfer.runtime.thread_priority`.
+    # With a low priority, for the streams of other models: see `jinfer.runtime.thread_priority`.
     with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         thread.submit(_import).result()
     from jinfer.server.http import request_log
 
     log = request_log.set_up_logging(**job["settings"]["log"])
-    # That it was loaded is said by its server.
+    # The server logs that the model was loaded.
     logging.getLogger("jinfer.server").setLevel(logging.WARNING)
     try:
         if job["socket"]:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _import() -> None:
-    """Import what takes long."""
+    """Import slow modules."""
     with importing():
         import uvicorn  # noqa: F401
 
@@ -63,7 +63,7 @@ def _import() -> None:
 
 
 def _describe(job: dict[str, Any], output: Any) -> None:
-    """Say what there is to say of a model without its weights."""
+    """Describe a model without its weights."""
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.server.http.server_settings import ModelSource
     from jinfer.server.ollama.ollama_models import describe
@@ -96,7 +96,7 @@ async def _serve(job: dict[str, Any], output: Any) -> None:
     services, failures = list[Service](), list[BaseException]()
 
     async def described(request: Request) -> JSONResponse:
-        """The model's statistics and adapters."""
+        """Return the model's statistics and adapters."""
         (model,) = services[0].models.models
         adapters = model.adapter_sources
         return JSONResponse({"stats": asdict(model.llm.stats()), "adapters": adapters})
@@ -134,7 +134,7 @@ async def _serve(job: dict[str, Any], output: Any) -> None:
             answer = {"details": asdict(model.details), "adapters": model.adapter_sources}
         print(json.dumps(answer), file=output, flush=True)
         if not failures:
-            await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has gone
+            await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has ended
             lower_priority()
             service.cancel_answers()
             await asyncio.sleep(_POLL)

@@ -17,24 +17,24 @@ from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
-    "400": "a field that is wrong",
-    "401": "a key is needed",
+    "400": "an invalid field",
+    "401": "a key is required",
     "403": "not allowed here",
-    "404": "no such model",
-    "405": "another method",
-    "408": "the body did not come",
+    "404": "not found",
+    "405": "wrong method",
+    "408": "the body did not arrive",
     "413": "the body is too long",
     "415": "the body is compressed",
-    "429": "too many requests wait",
-    "500": "the server's fault",
-    "501": "not to be had here",
-    "503": "not yet, or no longer",
+    "429": "too many waiting requests",
+    "500": "server error",
+    "501": "not supported",
+    "503": "the server is starting or shutting down",
 }
 
 
 @cache
 def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
-    """The OpenAPI document: requests and responses of every route."""
+    """Build the OpenAPI document: requests and responses of every route."""
     models = _models(endpoints)
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
@@ -94,7 +94,9 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.request_model is not EmptyBody:
         body = {endpoint.body_media_type: {"schema": reference(endpoint.request_model)}}
         fields = endpoint.request_model.model_fields.values()
-        needed = any(field.is_required() for field in fields)  # else no body is an empty object
+        needed = any(
+            field.is_required() for field in fields
+        )  # without required fields the body may be empty
         operation["requestBody"] = {"required": needed, "content": body}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -112,7 +114,7 @@ _NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
 
 @cache
 def docs_page(endpoints: tuple[Endpoint, ...]) -> bytes:
-    """The documentation as HTML, without scripts or external resources."""
+    """Build the documentation as HTML, without scripts or external resources."""
     made = openapi_document(endpoints)
     schemas = made["components"]["schemas"]
     parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]

@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.opening.local_weights import check
-from jinfer.opening.sources import SourceError
+from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.sources import check_places
 from jinfer.server.app import build_app
 from jinfer.server.core.service import Service
 from jinfer.server.http import request_log
@@ -35,7 +35,7 @@ from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
 
 _log = logging.getLogger("jinfer.server")
-_BACKLOG = 4096  # connections that the system keeps until they are accepted
+_BACKLOG = 4096  # connections that the system queues until they are accepted
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
 _NOTIFY_SECONDS = 3  # seconds to notify clients at shutdown
 _POLL_SECONDS = 0.1  # seconds between two checks for another signal
@@ -45,7 +45,7 @@ _SWITCH_INTERVAL = 0.001
 
 
 def serve(flags: Mapping[str, Any]) -> int:
-    """Run the server until a signal stops it; returns the exit status.
+    """Run the server until a signal stops it; return the exit status.
 
     Raises:
         SourceError, SpecError: an invalid flag.
@@ -65,7 +65,7 @@ def serve(flags: Mapping[str, Any]) -> int:
 
     _check_tls(flags)
     for source in sources:  # fails before the first model is loaded
-        check(source.path, source.overrides)
+        check_places(source.path, source.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(
@@ -86,7 +86,7 @@ def serve(flags: Mapping[str, Any]) -> int:
             config.load()
         server = _Server(config, services[0], grace)
         log = request_log.set_up_logging(**log_as)
-        progress.show(False)  # progress goes to the log instead
+        progress.show(False)  # progress is logged instead
         where = _url(listeners[0], config.is_ssl)
         _log.info(
             "listening",
@@ -95,7 +95,7 @@ def serve(flags: Mapping[str, Any]) -> int:
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
         if not settings.keys and {*_hosts(flags)} - {"127.0.0.1", "localhost", "::1"}:
-            _log.warning("anybody who reaches the port may use it; set --api-key")
+            _log.warning("anyone who reaches the port may use the server; set --api-key")
         # uvicorn re-raises the signal that stopped it, unless a handler is installed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -113,7 +113,7 @@ def serve(flags: Mapping[str, Any]) -> int:
 
 
 def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> ModelRegistry:
-    """Where the server's models come from."""
+    """Create the registry of the server's models."""
     folder, file = (
         flags[key] and Path(flags[key]).expanduser() for key in ("models_dir", "models")
     )
@@ -121,7 +121,7 @@ def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> Model
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that accepts fairly, and ends unfinished streams with an error.
+    """A uvicorn server with fair accept, which ends unfinished streams with an error.
 
     A second signal skips the grace period.
     """
@@ -139,7 +139,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections at sockets; where there is no httptools, uvicorn does."""
+        """Accept connections on sockets; without httptools, uvicorn accepts."""
         config = self.config
         if http_protocol() == "auto":
             await super().startup(sockets)
@@ -190,7 +190,7 @@ class _Server(uvicorn.Server):
 
 
 def http_protocol() -> Any:
-    """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
+    """Return the HTTP protocol class; without httptools uvicorn's h11, which supports HTTP/1.0."""
     if find_spec("httptools") is None:
         return "auto"
     from jinfer.server.http.http_protocol import BoundedProtocol
@@ -199,23 +199,23 @@ def http_protocol() -> Any:
 
 
 def _is_plain(form: str) -> bool:
-    """Whether the log is formatted for a terminal."""
+    """Return whether the log is formatted for a terminal."""
     return form == "text" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
 
 
 def _local(where: str) -> str:
-    """An address that a browser on this machine can open."""
+    """Return an address that a local browser can open."""
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _hosts(flags: Mapping[str, Any]) -> list[str]:
-    """The addresses to listen at."""
+    """Return the addresses to listen on."""
     return [text.strip() for text in flags["host"].split(",")]
 
 
 @contextlib.contextmanager
 def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
-    """Listening sockets, all of one port. Raises `SourceError`."""
+    """Open listening sockets with the same port. Raises `SourceError`."""
     path, listeners = flags["uds"], list[socket.socket]()
     port = 0 if path else flags["port"]
     with contextlib.ExitStack() as opened:
@@ -224,9 +224,9 @@ def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
                 listener = opened.enter_context(_unix(Path(path)) if path else _tcp(host, port))
             except (OSError, OverflowError) as error:
                 where = path or f"{host}:{port}"
-                raise SourceError(f"cannot listen at {where}: {error}") from None
+                raise SourceError(f"cannot listen on {where}: {error}") from None
             listeners.append(listener)
-            port = 0 if path else listener.getsockname()[1]  # 0 was any that is free
+            port = 0 if path else listener.getsockname()[1]  # port 0 became a free port
         own = _inode(Path(path)) if path else None
         yield listeners
     if path and own == _inode(Path(path)):  # unless another process has replaced it since
@@ -234,7 +234,7 @@ def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file."""
+    """Return the device and inode of a file."""
     with contextlib.suppress(OSError):
         found = path.stat()
         return found.st_dev, found.st_ino
@@ -249,7 +249,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 
 def _unix(path: Path) -> socket.socket:
-    """A Unix socket for this user and group; a stale one is replaced."""
+    """Open a Unix socket for this user and group; replace a stale socket."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode) and not _is_listening(path):
             path.unlink()
@@ -271,7 +271,7 @@ def _listening(listener: socket.socket, address: Any) -> socket.socket:
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether a process listens on a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as trial:
         try:
             trial.connect(str(path))
@@ -293,7 +293,7 @@ def _check_tls(flags: Mapping[str, Any]) -> None:
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
         if flags[key] is not None and flags[_TLS[0]] is None:
-            raise SourceError(f"{flag} needs --ssl-certfile beside it")
+            raise SourceError(f"{flag} needs --ssl-certfile")
         if flags[key] is not None and not Path(flags[key]).is_file():
             raise SourceError(f"{flag} {flags[key]}: there is no such file")
 

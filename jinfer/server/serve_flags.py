@@ -1,4 +1,4 @@
-"""Server flags: the command line of `jinfer serve`, and the environment variables beside it."""
+"""Server flags: the command line and environment variables of `jinfer serve`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import PREFIX, CliParser, add_flags, flags_of
+from jinfer.loader.config.config_json import SourceError
 from jinfer.modelspec.bounded_types import WrongValue
 from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 
@@ -24,22 +24,22 @@ _NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
 
 
 def named_functions(texts: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Functions by the names that requests call them.
+    """Import functions by their names in requests.
 
-    Modules are looked for in the current folder, too.
+    Modules may be in the current folder.
 
     Args:
         texts: NAME=MODULE:FUNCTION.
 
     Raises:
-        SourceError: a function that cannot be imported, or two of one name.
+        SourceError: a function cannot be imported, or a name occurs twice.
     """
     found: dict[str, Callable[..., Any]] = {}
     for text in texts:
         if (match := _NAMED.fullmatch(text)) is None:
             raise SourceError(f"--logits-processor {text[:200]}: write NAME=MODULE:FUNCTION")
         if match[1] in found:
-            raise SourceError(f"--logits-processor {match[1]}: there are two of that name")
+            raise SourceError(f"--logits-processor {match[1]}: the name occurs twice")
         found[match[1]] = _function(text, match[2], match[3])
     return found
 
@@ -52,11 +52,13 @@ def _function(text: str, module: str, path: str) -> Callable[..., Any]:
         value: Any = import_module(module)
         for name in path.split("."):
             value = getattr(value, name)
-    except Exception as error:  # whatever the module does while it is imported
+    except Exception as error:  # importing runs the module's code
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise SourceError(f"--logits-processor {text[:200]}: {reason}") from error
     if not callable(value):
-        raise SourceError(f"--logits-processor {text[:200]}: {type(value).__name__} is no function")
+        raise SourceError(
+            f"--logits-processor {text[:200]}: {type(value).__name__} is not a function"
+        )
     return value
 
 
@@ -68,7 +70,7 @@ _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The argument parser; flags that are not given are absent from its result."""
+    """Create the argument parser; absent flags are absent from its result."""
     made = CliParser(
         prog=prog_of_module("jinfer.serve"),
         usage="%(prog)s [SOURCE...] [flags]",
@@ -92,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(
     arguments: Sequence[str] | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The flags of the command line, and of the environment where it has none.
+    """Parse the flags of the command line, and of the environment.
 
     Raises:
         SourceError: an invalid environment variable.
@@ -113,7 +115,7 @@ def parse_options(
 
 
 def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
-    """The server's settings. Raises `SourceError` for keys or functions that cannot be read."""
+    """Create the server's settings. Raises `SourceError` for unreadable keys or functions."""
     keys = tuple(flags["api_key"])
     if flags["api_key_file"]:
         keys += read_api_keys(Path(flags["api_key_file"]))
@@ -129,10 +131,10 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
 
 
 def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
-    """The models that the command line names.
+    """List the models of the command line.
 
     Raises:
-        SourceError: there is none, and no folder or file of models; or two have the same name.
+        SourceError: there is no model, folder or file of models; or a duplicate name.
         SpecError: an invalid override.
     """
     named = [*([flags["model"]] if flags["model"] else []), *flags["source"]]
@@ -145,7 +147,7 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
     sources = [_source(text, overrides) for text in named]
     if called := [text.strip() for text in (flags["alias"] or "").split(",") if text.strip()]:
         if not sources:
-            raise SourceError("--alias names the first SOURCE, and there is none")
+            raise SourceError("--alias names the first SOURCE, but there is no SOURCE")
         sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
     names = [name for source in sources for name in (source.name, *source.aliases)]
     for name in names:
@@ -155,7 +157,7 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
 
 
 def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of all models' specifications. Raises `SourceError` and `SpecError`."""
+    """Return the overrides of all models. Raises `SourceError` and `SpecError`."""
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
@@ -174,7 +176,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(flags: Mapping[str, Any]) -> str:
-    """A chat template, or the content of the file that is named."""
+    """Return a chat template, or the content of a file."""
     text = flags["chat_template"]
     if "{" in text:
         return text
@@ -185,7 +187,7 @@ def _template(flags: Mapping[str, Any]) -> str:
 
 
 def _source(text: str, overrides: Mapping[str, Any]) -> ModelSource:
-    """A model given as NAME=SOURCE, or as a source alone."""
+    """Read a model given as NAME=SOURCE or SOURCE."""
     named = _ALIAS.fullmatch(text)
     if named is not None and not Path(text).exists():
         return ModelSource(named[1], named[2], overrides)
@@ -193,7 +195,7 @@ def _source(text: str, overrides: Mapping[str, Any]) -> ModelSource:
 
 
 def default_model_name(source: str) -> str:
-    """The default name of a source: its file without the suffix, or its folder."""
+    """Return the default name of a source: its file without the suffix, or its folder."""
     if source.startswith("hf://"):
         return source.removeprefix("hf://")
     path = PurePath(source.partition("://")[2] or source)
@@ -212,8 +214,8 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path}: {error}; write one key a line") from None
+        raise SourceError(f"{path}: {error}; write a key per line") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise SourceError(f"{path}: has no key; write one a line")
+        raise SourceError(f"{path}: has no key; write a key per line")
     return keys

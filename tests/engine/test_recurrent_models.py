@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.weights.model_size import bytes_text
 
 from .hybrid import MANY, check_company, write_hybrid
 from .test_schedules import ALL, schedules

@@ -71,7 +71,7 @@ def test_routes(running: Running, tmp_path: Path) -> None:
         ("unload", {"lora_name": "x"}, 404, "there is no model 'x'"),
         ("unload", {"lora_name": "tiny"}, 404, "there is no adapter 'tiny'"),
         ("", {"lora": [{"id": 7}]}, 400, "there is no adapter 7; there are 1"),
-        ("", {"lora": [{"id": 0}, {"id": 0}]}, 400, "one adapter at a time"),
+        ("", {"lora": [{"id": 0}, {"id": 0}]}, 400, "at most a single adapter"),
         ("", {"lora": [{"id": 0, "scale": "x"}]}, 400, "lora.0.scale"),
     ],
 )

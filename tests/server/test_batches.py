@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.config.config_json import SourceError
 from jinfer.server.app import open_stores
 from jinfer.server.core.service import Service
 from jinfer.server.http.http_errors import RunsElsewhereError
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_batch(client: openai.OpenAI, smol: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no file"):
         client.batches.create(input_file_id="file-1", **given)
     other = client.files.create(file=io.BytesIO(b"a"), purpose="user_data")
-    with pytest.raises(openai.BadRequestError, match="purpose is not batch"):
+    with pytest.raises(openai.BadRequestError, match="purpose of the file is not batch"):
         client.batches.create(input_file_id=other.id, **given)
     with pytest.raises(openai.BadRequestError) as found:
         client.files.create(file=b"a", purpose="other")  # type: ignore[arg-type]

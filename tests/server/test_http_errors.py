@@ -364,9 +364,9 @@ def test_commas_in_texts_are_no_values(smol: Running) -> None:
     ("path", "field", "value", "why"),
     [
         ("/v1/responses", "previous_response_id", "r", "send the whole conversation as input"),
-        ("/v1/responses", "conversation", {"id": "c"}, "name the previous_response_id"),
-        ("/v1/chat/completions", "audio", {"voice": "x"}, "texts only"),
-        ("/completion", "min_keep", False, "min_keep: each filter keeps at least one token"),
+        ("/v1/responses", "conversation", {"id": "c"}, "use previous_response_id"),
+        ("/v1/chat/completions", "audio", {"voice": "x"}, "text only"),
+        ("/completion", "min_keep", False, "min_keep: samplers have no minimum"),
     ],
 )
 def test_a_field_without_a_value_says_why(

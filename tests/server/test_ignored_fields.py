@@ -121,7 +121,7 @@ def test_fields_of_others() -> None:
         assert found.value.param == name
     for name, value in DEFAULTS.items():
         assert not list(ignored_fields(validated(BODIES[CHAT] | {name: value}, ChatRequest)))
-    with pytest.raises(ApiError, match="prompts are texts or token ids"):
+    with pytest.raises(ApiError, match="prompts must be texts or token ids"):
         validated({"prompt": "a", "prompt_embeds": "b"}, CompletionRequest)
 
 

@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 from jinfer.server.http.ignored_fields import HEADER
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving

@@ -223,7 +223,7 @@ def test_a_model_that_nobody_asks_sleeps_and_leaves(world: Any) -> None:
         await w.until(lambda: w.state("b") == "sleeping")
         await asyncio.sleep(0.1)  # longer than others are kept
         assert w.state("b") == "sleeping"
-        assert w.manager.come_and_go
+        assert w.manager.is_dynamic
 
     log = world(scene, 2, idle_sleep=0.02, idle_unload=0.05).log
     order = [
@@ -248,7 +248,7 @@ def test_a_sleeping_model_needs_room_to_wake(world: Any) -> None:
         await w.manager.sleep(one, 2)
         await w.asks("b")  # it has the place of the one that sleeps
         assert (w.state("a"), w.state("b")) == ("sleeping", "loaded")
-        async with w.manager.see("a") as seen:
+        async with w.manager.peek("a") as seen:
             assert seen.state == "sleeping"
         await w.asks("a")
         assert (w.state("a"), w.state("b")) == ("loaded", "unloaded")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (
@@ -91,7 +91,7 @@ def test_flags_of_other_servers() -> None:
             "JINFER_WARM_UP='x' is not one of .*; allowed: background",
         ),
         (["m"], {"JINFER_LOG_PROMPTS": "x"}, "JINFER_LOG_PROMPTS='x' is not true or false"),
-        (["m", "--api-key-file", "/nowhere/keys"], {}, "write one key a line"),
+        (["m", "--api-key-file", "/nowhere/keys"], {}, "write a key per line"),
         (["m", "--chat-template", "/nowhere/t"], {}, "--chat-template /nowhere/t"),
     ],
 )

@@ -19,7 +19,7 @@ ASKED = [{"role": "user", "content": "What is the weather like in Rome?"}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from jinfer.opening.open_model import open_model
+    from jinfer.loader.open_model import open_model
 
     opened = open_model(ROOT / "specs" / "smollm2_135m_instruct.toml", {})
     assert opened.tokenizer is not None

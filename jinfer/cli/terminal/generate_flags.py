@@ -43,10 +43,10 @@ class ModelFlags:
 
     Attributes:
         model: the source, as llama.cpp names it.
-        ctx_size: tokens that a sequence may have (engine.context).
-        kv_cache: the type of the numbers in the KV cache (quantization.kv_cache).
-        dtype: of weights and computation.
-        set: set any key of the specification.
+        ctx_size: maximum tokens of a sequence (engine.context).
+        kv_cache: number format of the KV cache (quantization.kv_cache).
+        dtype: number format of weights and computation.
+        set: any key of the specification.
     """
 
     model: str | None = option(metavar="SOURCE")

@@ -30,7 +30,8 @@ class _SourceFields(base.RequestModel):
 
     text: str | None = None
     source: str | dict[str, Any] | None = Field(
-        None, description="of a document: its type is text or content; of a search result: a URL"
+        None,
+        description="for documents: an object of type text or content; for search results: a URL",
     )
     title: str | None = None
     context: str | None = None
@@ -39,19 +40,19 @@ class _SourceFields(base.RequestModel):
 
 
 class ResultBlock(_SourceFields):
-    """A part of a tool result; only those with text are supported."""
+    """A part of a tool result; only text is supported."""
 
     type: Literal["text", "image", "document", "search_result", "tool_reference"]
-    content: list[TextBlock] | None = Field(None, description="of a search result")
+    content: list[TextBlock] | None = Field(None, description="for search results")
     tool_name: str | None = None
 
 
 class UserBlock(_SourceFields):
-    """A content block of a user's message; only those with text are supported."""
+    """A content block of a user's message; only text is supported."""
 
     type: Literal["text", "image", "document", "search_result", "tool_result", "container_upload"]
     content: str | list[ResultBlock] | None = Field(
-        None, description="of a tool result, or of a search result"
+        None, description="for tool results and search results"
     )
     tool_use_id: str | None = None
     is_error: bool | None = Field(None, description='true: the result begins with "Error: "')
@@ -60,12 +61,12 @@ class UserBlock(_SourceFields):
 
 
 class AnswerBlock(base.ReplayedModel):
-    """A content block of an answer; the results of other services' tools are told."""
+    """A content block of an answer; results of other services' tools are ignored."""
 
     type: str
     text: str | None = None
     thinking: str | None = None
-    signature: str | None = Field(None, description="is not checked")
+    signature: str | None = Field(None, description="not checked")
     data: str | None = None
     id: str | None = None
     name: str | None = None
@@ -84,7 +85,7 @@ class UserMessage(base.RequestModel):
 
 
 class AssistantMessage(base.ReplayedModel):
-    """An answer; as the last message, the beginning of the next one."""
+    """An answer; as the last message, the beginning of the next answer."""
 
     role: Literal["assistant"]
     content: str | list[AnswerBlock]
@@ -111,16 +112,14 @@ class ClientTool(base.RequestModel):
     input_schema: dict[str, Any] = Field(description="a JSON schema")
     strict: bool | None = None
     eager_input_streaming: bool | None = Field(
-        None, description="true: calls stream before they are known to be calls"
+        None, description="true: stream tool calls before they are complete"
     )
-    defer_loading: Annotated[
-        bool | None, base.Ignored("the model is told of all tools", (False,))
-    ] = None
+    defer_loading: Annotated[bool | None, base.Ignored("the prompt has all tools", (False,))] = None
     allowed_callers: Annotated[
-        list[str] | None, base.Ignored("only the model calls tools", (["direct"],))
+        list[str] | None, base.Ignored("only the model may call tools", (["direct"],))
     ] = None
     input_examples: Annotated[
-        list[dict[str, Any]] | None, base.Ignored("chat templates have no place for examples")
+        list[dict[str, Any]] | None, base.Ignored("chat templates do not read examples")
     ] = None
     cache_control: chat.CacheControl = None
 
@@ -140,12 +139,12 @@ class ToolChoice(base.RequestModel):
     """Which tools the answer may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: chat.FunctionName | None = Field(None, description="of the type tool")
+    name: chat.FunctionName | None = Field(None, description="for the type tool")
     disable_parallel_tool_use: bool | None = None
 
 
 class OutputFormat(base.RequestModel):
-    """A JSON schema that the answer keeps to."""
+    """The JSON schema of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -154,21 +153,21 @@ class OutputFormat(base.RequestModel):
 class OutputConfig(base.RequestModel):
     """Options of the answer."""
 
-    effort: str | None = Field(None, description="where the model's template reads it")
+    effort: str | None = Field(None, description="needs a template that reads it")
     format: OutputFormat | None = None
 
 
 class MessageMetadata(base.RequestModel):
-    """Who asks."""
+    """Metadata of the request."""
 
     user_id: str | None = None
 
 
-_Elsewhere = base.Ignored("it belongs to another service")
+_Elsewhere = base.Ignored("it is for another service")
 
 
 class ConversationFields(base.RequestModel):
-    """The fields of a conversation, whether it is answered or counted."""
+    """Fields of a conversation, for answers and token counts."""
 
     messages: list[AnyMessage] = Field(min_length=1, max_length=base.MAX_ITEMS)
     model: str | None = None
@@ -177,18 +176,20 @@ class ConversationFields(base.RequestModel):
     tool_choice: ToolChoice | None = None
     thinking: chat.ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="an older output_config.format")
+    output_format: OutputFormat | None = Field(
+        None, description="older name of output_config.format"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: chat.CacheControl = None
     context_management: Annotated[
-        dict[str, Any] | None, base.Ignored("the conversation is read as it is sent")
+        dict[str, Any] | None, base.Ignored("the conversation is not edited")
     ] = None
     mcp_servers: Annotated[
-        list[dict[str, Any]] | None, base.Ignored("no tools are called here")
+        list[dict[str, Any]] | None, base.Ignored("the server does not call tools")
     ] = None
-    speed: Annotated[str | None, base.Ignored("all requests are served alike", ("standard",))] = (
-        None
-    )
+    speed: Annotated[
+        str | None, base.Ignored("all requests have the same service tier", ("standard",))
+    ] = None
     betas: Annotated[list[str] | None, _Elsewhere] = None
     anthropic_beta: Annotated[list[str] | None, _Elsewhere] = None
     anthropic_version: Annotated[str | None, _Elsewhere] = None
@@ -205,11 +206,12 @@ class MessagesRequest(ConversationFields, SamplingFields):
     stream: bool | None = None
     metadata: MessageMetadata | None = Field(None, description="is logged")
     service_tier: Annotated[
-        str | None, base.Ignored("all requests are served alike", ("auto", "standard_only"))
+        str | None,
+        base.Ignored("all requests have the same service tier", ("auto", "standard_only")),
     ] = None
-    container: Annotated[str | dict[str, Any] | None, base.Ignored("nothing is executed here")] = (
-        None
-    )
+    container: Annotated[
+        str | dict[str, Any] | None, base.Ignored("the server does not execute code")
+    ] = None
     inference_geo: Annotated[str | None, _Elsewhere] = None
     diagnostics: Annotated[dict[str, Any] | None, _Elsewhere] = None
     compaction: Annotated[dict[str, Any] | None, _Elsewhere] = None
@@ -217,7 +219,7 @@ class MessagesRequest(ConversationFields, SamplingFields):
 
 
 class MessageUsage(base.ResponseModel):
-    """Token counts; those found in the prefix cache are not among the input tokens."""
+    """Token counts; input tokens exclude tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

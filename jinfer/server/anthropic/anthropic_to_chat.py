@@ -1,4 +1,4 @@
-"""Messages API conversations (Anthropic), translated to chat requests."""
+"""Anthropic to chat: translates conversations of the Messages API to chat requests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
-    """The conversation as a chat request.
+    """Translate a conversation to a chat request.
 
     Args:
         ignore: records fields that have no effect.
 
     Raises:
-        ApiError: it has something that the model does not read.
+        ApiError: the conversation has unsupported content.
     """
     messages = _Messages(ignore)
     if body.system:
@@ -47,17 +47,17 @@ def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
         for name, value in body.given_fields().items()
         if name in SamplingFields.model_fields
     }
-    chat |= {"model": body.model, "messages": messages.done}  # it may be the name of an adapter
+    chat |= {"model": body.model, "messages": messages.done}  # may be the name of an adapter
     if isinstance(body.messages[-1], AssistantMessage):
         if messages.done[-1].get("tool_calls"):
             raise invalid_request(
-                "the last message has tool_use blocks; their tool_result blocks have to follow",
+                "the last message has tool_use blocks; add their tool_result blocks",
                 f"messages.{len(body.messages) - 1}.content",
             )
         chat["continue_final_message"] = True
     if isinstance(body, MessagesRequest) and body.stop_sequences is not None:
         if chat.get("stop") is not None:
-            raise invalid_request("it cannot be used beside stop", "stop_sequences")
+            raise invalid_request("it cannot be used together with stop", "stop_sequences")
         chat["stop"] = body.stop_sequences
     if body.chat_template_kwargs:
         chat["chat_template_kwargs"] = body.chat_template_kwargs
@@ -68,7 +68,7 @@ def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
     if (format := _format(body)) is not None:
         if chat.get("response_format") is not None:
             raise invalid_request(
-                "it cannot be used beside response_format", "output_config.format"
+                "it cannot be used together with response_format", "output_config.format"
             )
         schema = {"name": "answer", "schema": format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -78,12 +78,14 @@ def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
 def _format(body: ConversationFields) -> OutputFormat | None:
     new = body.output_config and body.output_config.format
     if new and body.output_format:
-        raise invalid_request("it cannot be used beside output_config.format", "output_format")
+        raise invalid_request(
+            "it cannot be used together with output_config.format", "output_format"
+        )
     return new or body.output_format
 
 
 def _tools(body: ConversationFields) -> dict[str, Any]:
-    """The tools and the tool choice; tools of other services keep their places."""
+    """Translate the tools and the tool choice; tools of other services keep their positions."""
     result: dict[str, Any] = {}
     if body.tools:
         result["tools"] = [
@@ -111,7 +113,7 @@ def _function(tool: ClientTool) -> dict[str, Any]:
 
 
 class _Messages:
-    """Chat messages so far; those of one sender in a row become one, as Anthropic has it."""
+    """Collects chat messages; consecutive messages of a role become a single message."""
 
     def __init__(self, ignore: Ignore) -> None:
         self.done: list[dict[str, Any]] = []
@@ -127,7 +129,7 @@ class _Messages:
             self._user(message, message.content, f"{path}.content")
 
     def add(self, role: str, texts: Sequence[str], **more: Any) -> None:
-        """Add texts of one sender."""
+        """Add texts of a role."""
         last = self.done[-1] if self.done else {}
         if role == "tool" or last.get("role") != role:
             self.done.append({"role": role, "content": "\n".join(texts), **more})
@@ -179,7 +181,7 @@ class _Messages:
                 case "tool_use":
                     raise invalid_request("a tool_use block needs id, name and input", place)
                 case _:
-                    self._ignore(f"{place}.type", "the model does not read such blocks")
+                    self._ignore(f"{place}.type", "the model does not read these blocks")
         more: dict[str, Any] = {}
         if thoughts:
             more["reasoning_content"] = "\n".join(thoughts)
@@ -195,7 +197,7 @@ def _texts(content: str | Sequence[TextBlock | ResultBlock], path: str) -> list[
 
 
 def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
-    """The text of a content block, with its title and source."""
+    """Return the text of a content block, with its title and source."""
     if isinstance(block, TextBlock):
         return block.text
     source = block.source
@@ -217,7 +219,7 @@ def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
 
 
 def _document(source: dict[str, Any]) -> str | None:
-    """The text of a document's source; None if it has none."""
+    """Return the text of a document's source; None without text."""
     match source:
         case {"type": "text", "data": str(data)} | {"type": "content", "content": str(data)}:
             return data
@@ -238,7 +240,7 @@ _NAMES = {
 
 
 def field_name(field: str, body: ConversationFields) -> str:
-    """The Messages API's name of a chat request's field."""
+    """Return the Messages API's name of a chat request's field."""
     if field == "stop" and isinstance(body, MessagesRequest) and body.stop_sequences is not None:
         return "stop_sequences"
     if field in ("response_format", "json_schema") and _format(body) is not None:

@@ -62,7 +62,7 @@ def _status(error: ApiError) -> int:
 
 
 def _body(error: ApiError) -> dict[str, Any]:
-    """The JSON body; the message names the field, for which the format has no place."""
+    """Return the JSON body; the message names the field, as the format has no key for it."""
     message, field = error.message, error.param
     if field is not None and not message.startswith(f"{field}:"):
         message = f"{field}: {message}"
@@ -74,7 +74,7 @@ ANTHROPIC_ERRORS = ErrorFormat(
     _body,
     MessageErrorResponse,
     _status,
-    (("504", "the answer took too long"), ("529", "not yet, or no longer")),
+    (("504", "the time limit was exceeded"), ("529", "the server is starting or shutting down")),
 )
 
 
@@ -91,7 +91,7 @@ class _OpenBlock:
     text: str = ""
 
     def start(self) -> dict[str, Any]:
-        """The block without content."""
+        """Return the block without content."""
         if self.call is not None:
             return {"type": self.kind, "id": self.call.id, "name": self.call.name, "input": {}}
         if self.kind == "thinking":
@@ -99,7 +99,7 @@ class _OpenBlock:
         return {"type": self.kind, "text": ""}
 
     def delta(self, text: str) -> dict[str, Any]:
-        """More of its content."""
+        """Return an event's delta with more content."""
         match self.kind:
             case "text":
                 return {"type": "text_delta", "text": text}
@@ -108,7 +108,7 @@ class _OpenBlock:
         return {"type": "input_json_delta", "partial_json": text}
 
     def block(self) -> dict[str, Any]:
-        """The whole block."""
+        """Return the whole block."""
         match self.kind:
             case "text":
                 return {"type": "text", "text": self.text}
@@ -117,12 +117,12 @@ class _OpenBlock:
         return {**self.start(), "input": _arguments(self.text)}
 
     def signature(self) -> str:
-        """Clients keep only thoughts that have a signature; nothing here checks it."""
+        """Return a signature, as clients drop thoughts without it; it is never checked."""
         return hashlib.blake2b(self.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; {} if the token limit cut them."""
+    """Parse the arguments of a call; {} if the token limit cut them."""
     try:
         arguments = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -132,11 +132,11 @@ def _arguments(text: str) -> dict[str, Any]:
 
 @dataclass
 class MessageBlocks:
-    """The content blocks of a message so far.
+    """Collects the content blocks of a message.
 
     Attributes:
         done: complete blocks.
-        called: whether one of them is a complete tool call.
+        called: whether a block is a complete tool call.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class MessageBlocks:
     _open: _OpenBlock | None = None
 
     def push(self, delta: OutputDelta) -> list[dict[str, Any]]:
-        """The events of a parsed delta."""
+        """Return the events of a parsed delta."""
         going = [tool_call for tool_call in delta.calls if self._continues(tool_call)]
         events = [event for call in going for event in self._call(call)]
         if delta.reasoning:
@@ -188,7 +188,7 @@ class MessageBlocks:
             begun = {"index": self._open.index, "content_block": self._open.start()}
             events.append({"type": "content_block_start", **begun})
         current = self._open
-        assert current is not None, "one was begun"
+        assert current is not None, "a block is open"
         current.text += text
         if text:
             more = {"index": current.index, "delta": current.delta(text)}
@@ -212,7 +212,7 @@ async def create_message(
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
-            raise unsupported_field("a message is one answer", name)
+            raise unsupported_field("a message is a single answer", name)
     request.note(user=body.metadata and body.metadata.user_id)
     if body.stream:
         return StreamedResponse(_stream_events(request), failed=_failed)
@@ -220,7 +220,7 @@ async def create_message(
         request.running(_prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _MessageAnswer(request, model, run)
+        answer = _MessageFormatter(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
                 answer.push(chunk)
@@ -249,7 +249,7 @@ def _prepare(request: RequestContext[MessagesRequest], model: ServedModel) -> li
 def _translated[B: ConversationFields](
     request: RequestContext[B],
 ) -> Iterator[tuple[ChatRequest, Ignore]]:
-    """Translate the request; fields in errors have their names in this API."""
+    """Translate the request to a chat request, and field names in errors back."""
     name_of = partial(field_name, body=request.body)
     with field_names(name_of):
         yield chat_request(request.body, request.ignore), ignore_as(request.ignore, name_of)
@@ -261,8 +261,8 @@ def _failed(error: ApiError) -> bytes:
 
 
 @dataclass
-class _MessageAnswer:
-    """A message that is being generated."""
+class _MessageFormatter:
+    """Formats a message while it is generated."""
 
     request: RequestContext[MessagesRequest]
     model: ServedModel
@@ -278,10 +278,10 @@ class _MessageAnswer:
         self._parser = parser if self._eager() else WholeCallsParser(parser)
 
     def _eager(self) -> bool:
-        """Whether calls are streamed as they are written.
+        """Return whether to stream incomplete tool calls.
 
-        Where nothing binds the model, what begins as a call may turn out to be none, and clients
-        would run it: the format has no way to take a block back.
+        Without a forced call, the beginning of a call may turn out to be text, and clients would
+            run it: the format cannot revoke a block.
         """
         body = self.request.body
         tools = [tool for tool in body.tools or () if isinstance(tool, ClientTool)]
@@ -289,18 +289,18 @@ class _MessageAnswer:
         return bool(body.stream) and (bound or any(tool.eager_input_streaming for tool in tools))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Parse a chunk; returns its events."""
+        """Parse a chunk; return its events."""
         self.run.mark_shown(0, chunk)
         self.finish_reason, self.stop_string = chunk.finish_reason, chunk.stop_string
         return self.blocks.push(self._parser.push(chunk.text))
 
     def finish(self) -> list[dict[str, Any]]:
-        """Parse the end of the answer; returns its events."""
+        """Parse the end of the answer; return its events."""
         rest = self._parser.finish(self.finish_reason == "length")
         return [*self.blocks.push(rest), *self.blocks.close()]
 
     def stop(self) -> dict[str, Any]:
-        """Why the answer ended."""
+        """Return the stop reason."""
         if self.stop_string:
             reason = "stop_sequence"
         elif self.finish_reason == "length":
@@ -314,11 +314,11 @@ class _MessageAnswer:
         return {"stop_reason": reason, "stop_sequence": self.stop_string or None}
 
     def message(self) -> dict[str, Any]:
-        """The whole message."""
+        """Return the whole message."""
         return self._message(self.blocks.done, self.stop(), self.run.usages[0])
 
     def start(self) -> dict[str, Any]:
-        """The message before its first block."""
+        """Return the message before its first block."""
         nothing = {"stop_reason": None, "stop_sequence": None}
         return self._message([], nothing, self.run.shown_usage(0))
 
@@ -330,7 +330,7 @@ class _MessageAnswer:
 
 
 def token_usage(used: Usage) -> dict[str, Any]:
-    """The usage in Anthropic's format: cached tokens are not among the input tokens."""
+    """Convert the usage to Anthropic's format: input tokens exclude cached tokens."""
     return {
         "input_tokens": used.prompt_tokens - used.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -340,7 +340,7 @@ def token_usage(used: Usage) -> dict[str, Any]:
 
 
 async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGenerator[bytes]:
-    """The server-sent events of a stream."""
+    """Yield the server-sent events of a stream."""
 
     def named(event: dict[str, Any]) -> bytes:
         return sse_event(event, event["type"])
@@ -349,17 +349,17 @@ async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGener
         request.running(_prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _MessageAnswer(request, model, run)
+        answer = _MessageFormatter(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:
             events: list[bytes] = []
-            # The first batch, None, comes before it is known what of the prompt is cached.
+            # The number of cached tokens is unknown at the first batch, None.
             if batch is not None and not begun:
                 begun = True
                 events.append(named({"type": "message_start", "message": answer.start()}))
             for _, chunk in batch or ():
                 events += map(named, answer.push(chunk))
-            # A call that is held back until it is whole is a silence, too.
+            # A call that is held back is silence for the client.
             if batch is not None and not events and time.monotonic() - sent >= run.ping:
                 events.append(_PING)
             sent = time.monotonic() if events else sent

@@ -11,7 +11,7 @@ from jinfer.server.http import schema_base as base
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 CacheControl = Annotated[
-    dict[str, Any] | None, Field(description="Anthropic's: beginnings are found without it")
+    dict[str, Any] | None, Field(description="Anthropic's; the prefix cache works without it")
 ]
 
 
@@ -31,7 +31,9 @@ class FunctionCall(base.ReplayedModel):
     """A function call by the model, with its arguments as JSON text."""
 
     name: str
-    arguments: base.JsonText = Field("", description="none: {}; an object counts as its text")
+    arguments: base.JsonText = Field(
+        "", description="empty: {}; an object is read as its JSON text"
+    )
 
 
 class ToolCall(base.ReplayedModel):
@@ -54,12 +56,12 @@ class Message(base.ReplayedModel):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: FunctionCall | None = Field(None, description="an older form of one call")
+    function_call: FunctionCall | None = Field(None, description="the older form of a single call")
     cache_control: CacheControl = None
 
     @property
     def was_answer(self) -> bool:
-        """Assistant messages were answers once."""
+        """Return whether the message is an earlier answer."""
         return self.role == "assistant"
 
 
@@ -104,19 +106,19 @@ class ThinkingOptions(base.RequestModel):
     """Whether the model thinks before it answers, and how long (Anthropic)."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools", "auto"]
-    budget_tokens: int | None = Field(None, ge=-1, description="then the thought is ended")
+    budget_tokens: int | None = Field(None, ge=-1, description="the thought ends at this budget")
     display: Annotated[
-        Literal["summarized", "omitted"] | None, base.Ignored("thoughts are given as they are")
+        Literal["summarized", "omitted"] | None, base.Ignored("thoughts are not summarized")
     ] = None
 
 
 class ReasoningFields(base.RequestModel):
-    """The same in OpenRouter's words."""
+    """OpenRouter's fields for the same."""
 
     effort: str | None = Field(None, description="as reasoning_effort")
-    max_tokens: int | None = Field(None, ge=-1, description="then the thought is ended")
+    max_tokens: int | None = Field(None, ge=-1, description="the thought ends at this budget")
     enabled: bool | None = None
-    exclude: bool | None = Field(None, description="true: thoughts are left out of the answer")
+    exclude: bool | None = Field(None, description="true: the answer has no thoughts")
 
 
 class ChatTemplateFields(base.RequestModel):
@@ -127,24 +129,24 @@ class ChatTemplateFields(base.RequestModel):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = Field(None, description="only where the operator allows it")
+    chat_template: str | None = Field(None, description="only with --request-chat-templates")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = Field(
-        None, description="where the model's template reads it; none: the model does not think"
+        None, description="needs a template that reads it; none: the model does not think"
     )
     reasoning: ReasoningFields | None = None
     thinking: ThinkingOptions | None = None
     enable_thinking: bool | None = Field(None, description="as in chat_template_kwargs")
 
 
-Store = Annotated[bool | None, base.Ignored("nothing is stored here", (False,))]
+Store = Annotated[bool | None, base.Ignored("chat completions are not stored", (False,))]
 ServiceTier = Annotated[
-    str | None, base.Ignored("all requests are served alike", ("auto", "default"))
+    str | None, base.Ignored("all requests have the same service tier", ("auto", "default"))
 ]
 Verbosity = Annotated[
     Literal["low", "medium", "high"] | None,
-    base.Ignored("how much the model says is its own matter", ("medium",)),
+    base.Ignored("the length of an answer cannot be set", ("medium",)),
 ]
 
 
@@ -160,39 +162,37 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     user: str | None = Field(None, description="is logged")
     metadata: dict[str, str] | None = Field(None, description="is logged")
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
+    prompt_cache_key: str | None = Field(None, description="the prefix cache works without it")
     prompt_cache_retention: str | None = None
     store: Store = None
     service_tier: ServiceTier = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Verbosity = None
-    prediction: Annotated[dict[str, Any] | None, base.Ignored("the model guesses by itself")] = None
+    prediction: Annotated[dict[str, Any] | None, base.Ignored("drafts come from the engine")] = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
-    audio: Annotated[None, base.rejected_field("answers are texts only")] = None
-    include_reasoning: bool | None = Field(None, description="false: thoughts are left out (vLLM)")
-    return_prompt_text: bool | None = Field(None, description="prompt_text in the answer (vLLM)")
-    echo: Annotated[
-        None, base.rejected_field("continue_final_message goes on with a message", False)
-    ] = None
+    audio: Annotated[None, base.rejected_field("answers have text only")] = None
+    include_reasoning: bool | None = Field(
+        None, description="false: the answer has no thoughts (vLLM)"
+    )
+    return_prompt_text: bool | None = Field(
+        None, description="adds prompt_text to the answer (vLLM)"
+    )
+    echo: Annotated[None, base.rejected_field("use continue_final_message", False)] = None
     add_special_tokens: Annotated[
         None, base.rejected_field("the chat template adds the special tokens", False)
     ] = None
     reasoning_format: Annotated[
-        None, base.rejected_field("thoughts are in reasoning_content", "auto", "deepseek")
+        None, base.rejected_field("reasoning_content has the thoughts", "auto", "deepseek")
     ] = None
-    parse_tool_calls: Literal[True] | None = Field(
-        None, description="calls are always told from the answer"
-    )
-    functions: Annotated[None, base.rejected_field("tools says it", [])] = None
-    function_call: Annotated[None, base.rejected_field("tool_choice says it", "none", "auto")] = (
-        None
-    )
-    moderation: Annotated[dict[str, Any] | None, base.Ignored("nothing here moderates")] = None
+    parse_tool_calls: Literal[True] | None = Field(None, description="tool calls are always parsed")
+    functions: Annotated[None, base.rejected_field("use tools", [])] = None
+    function_call: Annotated[None, base.rejected_field("use tool_choice", "none", "auto")] = None
+    moderation: Annotated[dict[str, Any] | None, base.Ignored("answers are not moderated")] = None
     prompt_cache_options: Annotated[
-        dict[str, Any] | None, base.Ignored("equal beginnings are found without them")
+        dict[str, Any] | None, base.Ignored("the prefix cache works without it")
     ] = None
     web_search_options: Annotated[
-        dict[str, Any] | None, base.Ignored("nothing here searches the web")
+        dict[str, Any] | None, base.Ignored("the server does not search the web")
     ] = None
 
 

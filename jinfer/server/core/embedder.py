@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
 from jinfer.engine.requests import RequestError
-from jinfer.opening.pooling_config import PoolingSpec, Vectors, cut
+from jinfer.loader.config.pooling_config import PoolingSpec, Vectors, cut
 from jinfer.server.core.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.core.service import RequestContext, Service
 from jinfer.server.http.http_errors import (
@@ -35,14 +35,14 @@ class EmbeddingUsage(ResponseModel):
 
 
 def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
-    """The one field of several that is set, and its name. Raises `ApiError`."""
+    """Return the only field that is set, and its name. Raises `ApiError`."""
     set_names = [name for name in names if getattr(body, name) is not None]
     if len(set_names) != 1:
         raise invalid_request(f"give one of {' and '.join(names)}", names[0])
     return getattr(body, set_names[0]), set_names[0]
 
 
-# vLLM's names of types of numbers.
+# vLLM's names of number types.
 _TYPES = {
     "float32": np.float32,
     "float16": np.float16,
@@ -53,14 +53,14 @@ _TYPES = {
 
 
 def coded_vector(vector: np.ndarray, kind: str | None = None, big: bool = False) -> str:
-    """Numbers in base64; by default little-endian float32."""
+    """Encode numbers in base64, by default as little-endian float32."""
     numbers = vector.astype(_TYPES[kind or "float32"])
     raw = numbers.view(f"u{numbers.itemsize}")
     return base64.b64encode(raw.astype(f"{'>' if big else '<'}u{raw.itemsize}").tobytes()).decode()
 
 
 def truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
-    """Truncate vectors to their first dimensions (Matryoshka), renormalized where they were."""
+    """Truncate vectors to their first dimensions (Matryoshka), and renormalize unit vectors."""
     if dimensions is None:
         return vectors
     width = vectors.shape[1]
@@ -72,7 +72,7 @@ def truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Ve
 
 
 def usage_of(tokens: int) -> dict[str, int]:
-    """The usage of a request that writes nothing."""
+    """Return the usage of a request without new tokens."""
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -81,7 +81,8 @@ class Embedder:
     """Embeds the texts of a request with its model, which stays loaded meanwhile.
 
     Attributes:
-        truncate: tokens that a text is truncated to; -1: as many as fit; None: none is truncated.
+        truncate: maximum number of tokens of a text; -1: the model's maximum; None: longer texts
+            are an error.
     """
 
     service: Service
@@ -90,7 +91,7 @@ class Embedder:
 
     @property
     def pooling(self) -> PoolingSpec:
-        """How the model makes vectors."""
+        """The model's pooling."""
         return self.model.session.opened.pooling
 
     async def embed(
@@ -102,17 +103,18 @@ class Embedder:
         return np.stack(rows), sum(len(item.ids) for item in tokens_of_texts)
 
     def skipped_ids(self) -> frozenset[int]:
-        """The tokens of documents that late interaction leaves out."""
+        """Return the document tokens that late interaction skips."""
         found = map(self.model.session.tokenizer.id, self.pooling.skipped)
         return frozenset(id for id in found if id is not None)
 
     async def batched(
         self, compute: Callable[..., Iterable[Any]], texts: Sequence[Any], **options: Any
     ) -> list[Any]:
-        """What `compute(session, group, ...)` gives for each text, by groups of similar length.
+        """Call `compute(session, group, ...)` for groups of similar length; return a result per
+        text.
 
         Args:
-            given: texts with `ids`.
+            texts: tokenized texts, with `ids`.
         """
         # Texts of similar length are batched together, so that little padding is computed.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
@@ -128,7 +130,7 @@ class Embedder:
     def tokens(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None
     ) -> list[text_embeddings.EmbeddingTokens]:
-        """Tokenize texts, each after the model's prompt of that name. Slow: use a thread."""
+        """Tokenize texts, each after the named prompt of the model. Slow: use a worker thread."""
         try:
             prompt, skipped = text_embeddings.embedding_prompt(self.model.session, prompt_name)
         except RequestError as error:
@@ -136,7 +138,7 @@ class Embedder:
         listed = [texts] if is_single_prompt(texts) else [*texts]
         are_texts = [isinstance(item, str) for item in listed]
         if prompt_name is not None and not all(are_texts):
-            raise invalid_request("it is for texts, not for token ids", "prompt_name")
+            raise invalid_request("a prompt cannot precede token ids", "prompt_name")
         worded = [
             self.pooling.text(item, prompt) if isinstance(item, str) else item for item in listed
         ]
@@ -150,21 +152,21 @@ class Embedder:
     def ids(
         self, texts: str | Sequence[Any], param: str, *, special: bool | None = None
     ) -> list[list[int]]:
-        """Tokenize texts and checks their lengths. Slow: use a worker thread."""
+        """Tokenize texts and check their lengths. Slow: use a worker thread."""
         session = self.model.session
         if session.engine.model.has_cross_attention:
-            raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
+            raise unsupported_field("an encoder-decoder does not compute vectors of texts", "model")
         limit = self.service.settings.max_prompts
         listed = prompt_ids(texts, session, limit, special=special, param=param)
         return [self.fitting(number, ids, param) for number, ids in enumerate(listed)]
 
     def fitting(self, number: int, ids: list[int], param: str) -> list[int]:
-        """A text's tokens, truncated if that is asked for. Raises `ApiError` if they do not fit."""
+        """Truncate the tokens of a text, if requested. Raises `ApiError` if they do not fit."""
         longest = text_embeddings.max_text_tokens(self.model.session)
         if self.truncate is not None:
             if not (self.truncate == -1 or 1 <= self.truncate <= longest):
                 raise invalid_request(
-                    f"it must be -1, or from 1 to {int(longest)}, what a text may have",
+                    f"it must be -1, or from 1 to {int(longest)}",
                     "truncate_prompt_tokens",
                 )
             ids = cut(ids, longest if self.truncate == -1 else self.truncate)
@@ -180,7 +182,7 @@ class Embedder:
 async def embedder_of(
     request: RequestContext[Any], truncate: int | None
 ) -> AsyncIterator[Embedder]:
-    """What computes a request's texts with its model. Raises `ApiError` for an unknown model."""
+    """Provide the embedder of a request. Raises `ApiError` for an unknown model."""
     request.note(user=request.body.user)
     async with request.service.models.use(request.body.model) as model:
         request.note(model=model.name)

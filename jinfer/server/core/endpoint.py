@@ -38,7 +38,7 @@ _LARGE = 16384  # bytes from which a body is parsed in a worker thread
 
 
 class EmptyBody(BaseModel):
-    """The body of a request that has none."""
+    """The empty body."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Endpoint:
         response_model: schema of a whole response; None: not JSON.
         stream_media_type: media type of a streamed response; "": it cannot stream.
         tag: OpenAPI tag.
-        public: whether it needs no API key.
+        public: whether the route is open without an API key.
         media_type: media type of a whole response.
-        errors: how it writes errors.
-        query: names of its query parameters, of `QUERY_PARAMETERS`.
-        reader: reads and parses the body itself, where it is not JSON.
+        errors: format of errors.
+        query: names of query parameters, from `QUERY_PARAMETERS`.
+        reader: reads and parses a body that is not JSON.
         body_media_type: media type of the body.
-        success: HTTP status of what is done; 204: without a body.
+        success: HTTP status of success; 204 has no body.
     """
 
     route: str
@@ -152,7 +152,7 @@ class EndpointApp:
                 request.ignore(field, why)
             model = getattr(parsed, "model", http.query_params.get("model"))
             if model is not None and self.service.models.answers_to(model):
-                request.ignore("model", "one model is served, whatever it is called")
+                request.ignore("model", "the server has a single model, which answers to any name")
             failure = await self._reply(request, data, send)
             if failure is not None:
                 notes["error"] = as_api_error(failure).code
@@ -170,7 +170,7 @@ class EndpointApp:
     async def _reply(
         self, request: RequestContext[Any], data: bytes | BaseModel, send: Send
     ) -> BaseException | None:
-        """Answer a request, here or where its model runs; an error that a stream ended with."""
+        """Answer a request, here or in the model's process; return a stream's final error."""
         settings, reply = self.service.settings, None
         try:
             reply = await self.endpoint.handler(request)
@@ -183,11 +183,11 @@ class EndpointApp:
         except RunsElsewhereError as found:
             failed = reply.failed if isinstance(reply, StreamedResponse) else None
             begun = failed if found.begun else None
-            # What has no effect there is told, and logged, there.
+            # The model's process reports and logs the fields without effect.
             request.notes.pop("ignored", None)
             request.notes["elsewhere"] = True
-            async with self.service.models.hold(found.model, awake=found.awake) as model:
-                assert model.worker is not None, "it has a process of its own"
+            async with self.service.models.keep_loaded(found.model, awake=found.awake) as model:
+                assert model.worker is not None, "the model has its own process"
                 socket, seconds = model.worker.socket, settings.send_seconds
                 body = data if isinstance(data, bytes) else b""
                 return await forward(
@@ -214,7 +214,7 @@ class EndpointApp:
 
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
-    """Parse a body. Returns it and its fields that have no effect, with the reasons."""
+    """Parse a body; return it and the fields without effect, with reasons."""
     parsed = request_body.parse_body(data, takes)
     return parsed, list(ignored_fields(parsed))
 

@@ -21,13 +21,13 @@ class Health(ResponseModel):
 
 
 class Load(ResponseModel):
-    """How much a server does (vLLM)."""
+    """The server's load (vLLM)."""
 
     server_load: int
 
 
 class Version(ResponseModel):
-    """The versions of jinfer and JAX."""
+    """Versions of jinfer and JAX."""
 
     version: str
     jax: str
@@ -43,7 +43,7 @@ class OpenApiDocument(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """A model; sizes are known once it was loaded."""
+    """A model; sizes are known after the first load."""
 
     id: str
     object: Literal["model"]
@@ -65,7 +65,7 @@ class ModelList(ResponseModel):
 
 
 async def health(request: RequestContext[Any]) -> HttpResponse:
-    """Health check: whether the models are loaded and all processes of a job respond."""
+    """Check that the models are loaded and all processes of a job respond."""
     message = (
         request.service.models.unavailable_reason()
         if request.service.models.ready
@@ -78,18 +78,18 @@ async def health(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def show_version(request: RequestContext[Any]) -> HttpResponse:
-    """The versions of jinfer and JAX."""
+    """Versions of jinfer and JAX."""
     return HttpResponse({"version": __version__, "jax": version("jax")})
 
 
 async def load(request: RequestContext[Any]) -> HttpResponse:
-    """How many requests are being answered, as vLLM tells it."""
-    # This one is one of them, unless its answer began before it was counted.
+    """Count the requests in progress, as vLLM does."""
+    # The count includes this request, unless its answer began first.
     return HttpResponse({"server_load": max(0, len(request.service.answers) - 1)})
 
 
 async def metrics(request: RequestContext[Any]) -> HttpResponse:
-    """Metrics in Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     await request.service.models.refresh()
     return HttpResponse(request.service.metrics.text(), media_type=CONTENT_TYPE)
 
@@ -99,7 +99,7 @@ async def models(request: RequestContext[Any]) -> HttpResponse:
     if query_value(request.http, "reload") in ("1", "true"):  # as llama.cpp's router
         await request.service.models.reload()
     listed = []
-    request.service.models.notice_ends()
+    request.service.models.mark_ended()
     for model in request.service.models.models:
         listed += [model_card(model), *(adapter_card(model, name) for name in model.adapters)]
     return HttpResponse({"object": "list", "data": listed})
@@ -113,14 +113,14 @@ async def model(request: RequestContext[Any]) -> HttpResponse:
 
 
 def adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
-    """A LoRA adapter of a model as in `/v1/models`."""
+    """Describe a LoRA adapter as in `/v1/models`."""
     shared = {key: model_card(model)[key] for key in ("object", "created", "owned_by", "status")}
     root = model.adapter_sources.get(name, "")
     return {"id": name, **shared, "root": root, "parent": model.name}
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
-    """A model as in `/v1/models`; sizes are known once it was loaded."""
+    """Describe a model as in `/v1/models`; sizes are known after the first load."""
     status: dict[str, Any] = {"value": model.state}
     if model.state == "unloaded" and model.error:
         status |= {"failed": True, "error": model.error}

@@ -1,4 +1,4 @@
-"""Chat request: the one preparation of a conversation, whichever dialect it came in.
+"""Prepare chat: the preparation of a conversation, the same for all dialects.
 
 A dialect translates its request to a `ChatRequest`; here it becomes a prompt, sampling parameters
 and an output parser.
@@ -17,8 +17,9 @@ from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import CHAT, RequestOptions, request_options
 from jinfer.server.core.sampling_fields import SamplingFields
+from jinfer.server.core.thinking_choice import BUDGET, UNLIMITED, ThinkingChoice
 from jinfer.server.core.tool_calls import output_parsing
-from jinfer.server.http.http_errors import ApiError, as_api_error
+from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.served_model import ServedModel
@@ -66,7 +67,7 @@ def prepare_chat(
     if chat.logprobs:
         changes["logprobs"] = chat.top_logprobs or 0
     options = request_options(chat, session, base, changes, fields_elsewhere)
-    options = prompt.thinking.apply(options)
+    options = _with_thinking_budget(options, prompt.thinking)
     if parsing.param_changes:
         names = {**options.names, **dict.fromkeys(parsing.param_changes, "tools")}
         options = replace(options, names=names)
@@ -75,6 +76,18 @@ def prepare_chat(
     return prepare_prompt(
         session, ids, options, param="messages", timeout=settings.timeout, parsing=parsing
     )
+
+
+def _with_thinking_budget(options: RequestOptions, thinking: ThinkingChoice) -> RequestOptions:
+    """Set the thinking budget. Raises `ApiError` if another field contradicts it."""
+    if thinking.budget is None:
+        return options
+    budget = None if thinking.budget == UNLIMITED else thinking.budget
+    other, field = options.names.get(BUDGET), thinking.budget_field
+    if other is not None and options.params.thinking_token_budget != budget:
+        raise invalid_request(f"{other} and {field} contradict each other", field)
+    params = replace(options.params, thinking_token_budget=budget)
+    return replace(options, params=params, names={**options.names, BUDGET: field})
 
 
 def _constrained(
@@ -97,7 +110,7 @@ def _constrained(
 
 @contextlib.contextmanager
 def field_names(name_of: FieldName) -> Iterator[None]:
-    """Name the fields in errors as a dialect does."""
+    """Translate the field names in errors to a dialect."""
     try:
         yield
     except ApiError as error:
@@ -106,5 +119,5 @@ def field_names(name_of: FieldName) -> Iterator[None]:
 
 
 def ignore_as(ignore: Ignore, name_of: FieldName) -> Ignore:
-    """Name ignored fields as a dialect does."""
+    """Translate the names of ignored fields to a dialect."""
     return lambda field, reason: ignore(name_of(field), reason)

@@ -12,7 +12,6 @@ import orjson
 from jinfer.api.generation_requests import with_fim_ends
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.core.chat_schemas import ChatTemplateFields, Message, Tool, ToolCall
 from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.core.thinking_choice import ThinkingChoice, choose_thinking
@@ -35,6 +34,7 @@ from jinfer.server.tool_parsers.template_shape import (
     tools_in_system,
 )
 from jinfer.template import TemplateError
+from jinfer.template.chat_prompt import CONTINUE, Conversation
 from jinfer.tokenizer import Tokenizer, TokenizerError
 from jinfer.tokenizer.fill_in_middle import infill_prompt
 
@@ -119,7 +119,9 @@ def _chat_template(
     """
     if chat.chat_template is not None:
         if not settings.request_templates:
-            raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
+            raise ApiError(
+                403, "the server does not allow templates in requests", param="chat_template"
+            )
         prompt = replace(template.prompt, template="")
         template = replace(template, prompt=prompt, jinja=chat.chat_template, tool_use=None)
     return template.for_tools() if callable_tools(chat) else template
@@ -177,7 +179,7 @@ def callable_tools(chat: ChatTemplateFields) -> list[Tool]:
 def _with_calls(
     template_: Conversation, messages: list[dict[str, Any]], tools: list[Any]
 ) -> list[dict[str, Any]]:
-    """Earlier tool calls as the template reads them; as text if it does not support them."""
+    """Convert earlier tool calls to the template's form, or to text without such a form."""
     template = template_.jinja or ""
     way = detect_shape(template) if template else None
     if way is None or (tools and not template_.reads("tools")):
@@ -191,7 +193,7 @@ def _with_calls(
 def template_messages(
     messages: Sequence[Message], conversation: Conversation
 ) -> list[dict[str, Any]]:
-    """Messages as chat templates read them."""
+    """Convert messages to the form that chat templates read."""
     return [_message(message, f"messages.{i}", conversation) for i, message in enumerate(messages)]
 
 
@@ -200,7 +202,8 @@ def _message(message: Message, path: str, conversation: Conversation) -> dict[st
     if role not in _ROLES and not conversation.has_role(role):
         known = ", ".join(_ROLES)
         raise invalid_request(
-            f"{role[:80]!r} is none of {known}, nor named by the chat template", f"{path}.role"
+            f"{role[:80]!r} is not among {known}, and the chat template does not name it",
+            f"{path}.role",
         )
     if role == "developer" and not conversation.reads(role):
         role = "system"
@@ -228,7 +231,7 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def parse_arguments(text: str, path: str) -> dict[str, Any]:
-    """The arguments of an earlier tool call as an object; templates write the JSON themselves.
+    """Parse the arguments of an earlier tool call; templates serialize them again.
 
     Servers write missing arguments as an empty string or null.
 
@@ -242,7 +245,7 @@ def parse_arguments(text: str, path: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise invalid_request("the arguments of a call are a JSON object, as a text", path)
+        raise invalid_request("the arguments of a call must be a JSON object, as a string", path)
     return value
 
 
@@ -268,7 +271,7 @@ def _content(message: Message, path: str) -> str:
 
 
 def _plain(tool: Tool) -> Any:
-    """A tool as chat templates read it, without fields that are meant for servers."""
+    """Convert a tool to the form that chat templates read, without fields for servers."""
     without: Any = {"cache_control": True, "function": {"cache_control"}}
     return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True, exclude=without))
 
@@ -281,7 +284,7 @@ def prompt_ids(
     special: bool | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """The token ids of each prompt of a request: a text, a list of ids, or a list of either.
+    """Tokenize the prompts of a request: a text, a list of ids, or a list of either.
 
     Args:
         limit: the maximum number of prompts.
@@ -289,8 +292,8 @@ def prompt_ids(
         param: the request field, for errors.
 
     Raises:
-        ApiError: none or too many prompts, an id outside the vocabulary, a text without a
-            tokenizer.
+        ApiError: no prompt, too many prompts, an id outside the vocabulary, or a text for a model
+            without a tokenizer.
     """
     listed = [prompts] if is_single_prompt(prompts) else prompts
     check_prompt_count(listed, limit, param)
@@ -306,12 +309,12 @@ def check_prompt_count(prompts: Sequence[Any], limit: int, param: str) -> None:
         raise invalid_request("there is no prompt", param)
     if len(prompts) > limit:
         raise invalid_request(
-            f"there are {len(prompts)} prompts; at most {limit} may come together", "prompt"
+            f"there are {len(prompts)} prompts; a request may have {limit}", "prompt"
         )
 
 
 def is_single_prompt(prompts: str | Sequence[Any]) -> bool:
-    """Whether a value is a single prompt: a text, or a list that contains an id."""
+    """Return whether a value is a single prompt: a text, or a list that contains an id."""
     return isinstance(prompts, str) or any(isinstance(part, int) for part in prompts)
 
 
@@ -335,7 +338,7 @@ def _ids(prompt: str | Sequence[Any], session: Session, special: bool) -> list[i
 def infill_ids(
     prompts: str | Sequence[Any], suffix: str, session: Session, limit: int
 ) -> list[list[int]]:
-    """The tokens of prompts with a gap after each and one suffix behind it. Raises `ApiError`."""
+    """Tokenize prompts for filling in the middle before a suffix. Raises `ApiError`."""
     listed = [prompts] if is_single_prompt(prompts) else prompts
     check_prompt_count(listed, limit, "prompt")
     texts = [item if isinstance(item, str) else session.encode(item) for item in listed]
@@ -346,7 +349,7 @@ def infill_ids(
 
 
 def fim_options(session: Session, sampling: RequestOptions) -> RequestOptions:
-    """Options with which a filled-in text ends where the FIM tokens say so."""
+    """Add the FIM tokens to the stop tokens."""
     return replace(sampling, params=with_fim_ends(session, sampling.params))
 
 

@@ -20,7 +20,7 @@ class PromptRequests:
     Attributes:
         ids: the prompt.
         options: the request's sampling parameters and other options.
-        engine_requests: one engine request for each answer.
+        engine_requests: an engine request for each answer.
         parsing: how the answers are parsed.
     """
 
@@ -39,7 +39,7 @@ def prepare_prompt(
     timeout: float | None = None,
     parsing: OutputParsing = PLAIN_TEXT,
 ) -> PromptRequests:
-    """Validate a prompt and makes its engine requests. Slow: call it in a worker thread.
+    """Validate a prompt and make its engine requests. Slow: call it in a worker thread.
 
     Args:
         param: the request field of the prompt, for errors.
@@ -81,13 +81,13 @@ def prepare_prompt(
 
 
 def check_captured_bytes(jobs: Sequence[PromptRequests], max_bytes: int) -> None:
-    """Raise `ApiError` if the answers to some prompts capture more than `most` bytes."""
+    """Raise `ApiError` if the answers to some prompts capture more than `max_bytes`."""
     requests = [prepared.request for job in jobs for prepared in job.engine_requests]
     uses = ((request.activations, request.limit - 1) for request in requests)
     total = sum(use.bytes_of_token * tokens for use, tokens in uses if use is not None)
     if total > max_bytes:
         raise invalid_request(
-            f"{total} bytes of activations would come back, of which a request may have "
+            f"{total} bytes of activations would be captured; a request may capture "
             f"{max_bytes}: capture fewer, set max_tokens, or serve with a larger "
             "--inspection-bytes",
             "capture",
@@ -95,7 +95,7 @@ def check_captured_bytes(jobs: Sequence[PromptRequests], max_bytes: int) -> None
 
 
 def field_of_error(error: Exception, options: RequestOptions) -> str | None:
-    """The request field that an error is about; the error begins with the engine's name for it."""
+    """Return the request field of an error, which begins with the engine's name for it."""
     return options.names.get(str(error).split(" ", 1)[0].rstrip(":"))
 
 

@@ -1,4 +1,4 @@
-"""Activations of a request: what its fields capture, steer and edit, and captured ones in JSON."""
+"""Activations of a request: the fields `capture`, `steer` and `edits`, and arrays in JSON."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _TYPES = ("<f2", "<f4", "<f8")
 
 
 def read_array(value: Numbers, field: str) -> np.ndarray:
-    """An array in float32. Raises `ApiError`.
+    """Read an array as float32. Raises `ApiError`.
 
     Args:
-        field: where it stands in the request.
+        field: path of the array in the request.
     """
     if isinstance(value, NpyArray):
         return _read_npy(value.npy, f"{field}.npy")
     try:
         array = np.array(value)
     except ValueError:
-        raise invalid_request("its lists are not of one length", field) from None
+        raise invalid_request("nested lists must have the same length", field) from None
     if array.dtype.kind not in "if" or not array.size:
-        raise invalid_request("give numbers, in lists of one length", field)
+        raise invalid_request("give numbers, in nested lists of the same length", field)
     return array.astype(np.float32)
 
 
 def _read_npy(text: str, field: str) -> np.ndarray:
-    """The header is read, and the rest has to be as long as it says: nothing else is allocated."""
+    """Read a .npy file whose length matches its header: nothing more is allocated."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise invalid_request("it is no base64", field) from None
+        raise invalid_request("it is not base64", field) from None
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -62,7 +62,7 @@ def _read_npy(text: str, field: str) -> np.ndarray:
         }[version]
         shape, turned, dtype = read(file, max_header_size=_MAX_HEADER)
     except (ValueError, KeyError, EOFError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise invalid_request("it is no .npy file", field) from None
+        raise invalid_request("it is not a .npy file", field) from None
     if dtype.str not in _TYPES or turned:
         what = "Fortran order" if turned else dtype.str
         raise invalid_request(f"the .npy file has {what}; write C-ordered float32", field)
@@ -70,12 +70,12 @@ def _read_npy(text: str, field: str) -> np.ndarray:
     for length in shape:
         count *= length
     if len(rest) != count * dtype.itemsize or not count:
-        raise invalid_request("the .npy file has not the length that its shape says", field)
+        raise invalid_request("the length of the .npy file does not match its shape", field)
     return np.frombuffer(rest, dtype).reshape(shape).astype(np.float32)
 
 
 def write_array(values: np.ndarray, form: Literal["npy", "list"]) -> dict[str, Any]:
-    """A captured activation in JSON; see `CapturedArray`."""
+    """Convert a captured activation to JSON; see `CapturedArray`."""
     shape = list(values.shape)
     if form == "list":
         return {"shape": shape, "values": values.tolist()}
@@ -84,11 +84,11 @@ def write_array(values: np.ndarray, form: Literal["npy", "list"]) -> dict[str, A
     return {"shape": shape, "npy": base64.b64encode(file.getvalue()).decode()}
 
 
-OFF = "activations are not shown or changed over HTTP here; serve with --allow-inspection"
+OFF = "the server does not allow inspection of activations; serve with --allow-inspection"
 
 
 def check_inspection(body: BaseModel, settings: ServerSettings) -> None:
-    """Raise `ApiError` if a request captures or edits activations, and the server allows none."""
+    """Raise `ApiError` if a request inspects activations and the server does not allow it."""
     if settings.allow_inspection or not isinstance(body, SamplingFields):
         return
     for name in ACTIVATIONS:
@@ -97,7 +97,7 @@ def check_inspection(body: BaseModel, settings: ServerSettings) -> None:
 
 
 def activation_params(body: SamplingFields, session: Session) -> dict[str, Any]:
-    """The sampling parameters `capture`, `steer` and `edits` of a request. Raises `ApiError`."""
+    """Read the parameters `capture`, `steer` and `edits`. Raises `ApiError`."""
     params: dict[str, Any] = {}
     if body.capture:
         params["capture"] = body.capture
@@ -117,7 +117,7 @@ def _steers(steer: SteerField, number: int, session: Session) -> list[Steer]:
     field, tokens = f"steer.{number}", _tokens(steer.tokens, f"steer.{number}.tokens")
     if steer.steering is not None:
         if steer.name is not None or steer.vector is not None:
-            raise invalid_request("steering stands in place of name and vector", field)
+            raise invalid_request("give name and vector, or steering, not both", field)
         return [*session.steering.find(steer.steering, steer.scale, tokens)]
     if steer.name is None or steer.vector is None:
         raise invalid_request("give name and vector, or steering", field)
@@ -140,7 +140,7 @@ def _tokens(tokens: Tokens, field: str) -> Any:
 
 
 def captured(values: Mapping[str, np.ndarray], body: SamplingFields) -> dict[str, Any]:
-    """The captured activations of an answer, as a part of its choice; {} if none were asked for."""
+    """Return the captured activations of an answer, for its choice; {} without `capture`."""
     if not body.capture:
         return {}
     form = body.capture_format or "npy"

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: from its fields to `SamplingParams`, for all routes."""
+"""Request parameters: a request's fields to `SamplingParams` and other options, for all routes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from jinfer.server.http.http_errors import as_api_error, invalid_request
 
 
 def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
-    """The adapter of a request: that whose name its `model` is, or the one of its `lora`.
+    """Return the adapter that a request names as its `model`, or by number in `lora`.
 
     Raises:
-        ApiError: there is none of that number, or there are several.
+        ApiError: no adapter has that number, or several are named.
     """
     adapters = session.adapters
     adapters_used = [adapter for adapter in body.lora or () if adapter.scale]
@@ -41,7 +41,7 @@ def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
         named = getattr(body, "model", None)
         return adapters.find(named) if named in adapters.loaded else None
     if len(adapters_used) > 1:
-        raise invalid_request("one adapter at a time has a scale other than 0", "lora")
+        raise invalid_request("at most a single adapter may have a scale other than 0", "lora")
     names = list(adapters.loaded)
     if not 0 <= adapters_used[0].id < len(names):
         raise invalid_request(
@@ -53,7 +53,7 @@ def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
         raise as_api_error(error, param="lora") from error
 
 
-# Fields that are no sampling parameters.
+# Fields that are not sampling parameters.
 _ELSEWHERE = frozenset(
     {
         *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
@@ -87,21 +87,21 @@ OLLAMA: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request is to be run.
+    """Sampling parameters and other options of a request.
 
     Attributes:
         params: its sampling parameters.
-        nothing: `max_tokens` is 0: only the prompt is computed.
-        truncate: tokens of the prompt that are kept; -1: as many as fit.
-        first: whether those are the first ones, rather than the last.
-        seconds: that the answer may take; None: as long as the server allows.
-        priority: lower ones go first.
+        nothing: whether `max_tokens` is 0, so that only the prompt is computed.
+        truncate: number of prompt tokens to keep; -1: as many as fit.
+        first: whether to keep the first tokens rather than the last.
+        seconds: time limit of the answer; None: the server's limit.
+        priority: lower values are scheduled first.
         reuse: whether the prefix cache may be used.
-        token_ids: whether the answer has ids beside its text.
+        token_ids: whether the answer has token ids as well as text.
         timings, progress: whether chunks have timings; whether progress of a prompt is reported.
-        names: a parameter of the engine -> the field of the request that set it.
-        adapter: the LoRA adapter that it is computed with.
-        slot: the slot that `/slots/{id}` knows it by.
+        names: parameter of the engine -> the request's field that set it.
+        adapter: the LoRA adapter.
+        slot: the number that `/slots/{id}` uses.
     """
 
     params: SamplingParams
@@ -120,7 +120,7 @@ class RequestOptions:
 
 
 def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
-    """Read -1 as None, or as 0 where the parameter cannot be None."""
+    """Return a reader of -1 as None, or as 0 where the parameter cannot be None."""
     instead = None if parameter.optional else 0
     return lambda value: {parameter.name: instead if value == -1 else value}
 
@@ -146,7 +146,7 @@ def _structured_outputs(value: StructuredOutputs) -> dict[str, Any]:
     return {name: value for name, value in constraints.items() if value is not None}
 
 
-# Fields whose values are not simply a parameter's.
+# Fields whose values need conversion.
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     **{field: _minus_one(p) for p in PARAMETERS.values() if p.minus_one for field in p.fields},
     "n_probs": lambda value: {"logprobs": value} if value else {},
@@ -168,11 +168,11 @@ def request_options(
 
     Args:
         base: the route's defaults, below the model's.
-        changes: parameters that the route sets; a request that sets them too is wrong.
+        changes: parameters that the route sets; a request must not set them.
         elsewhere: fields that only the route reads.
 
     Raises:
-        ApiError: a value that cannot be; it names the field.
+        ApiError: an invalid value; the error names the field.
     """
     values, names = _values(body, elsewhere, session)
     activations = activation_params(body, session)
@@ -189,7 +189,7 @@ def request_options(
     defaults = canonical_names(session.opened.defaults)
     below = dict(base)
     if "strategy" in {**defaults, **values}:
-        # A strategy has its own defaults, in place of the route's.
+        # A strategy's own defaults replace the route's.
         below = {"max_tokens": base.get("max_tokens")}
     try:
         params = SamplingParams(**over_defaults({**below, **defaults}, values))
@@ -198,7 +198,7 @@ def request_options(
         raise invalid_request(str(error), names.get(name, name)) from error
     if params.strategy == "beam" and params.logprobs is not None:
         raise invalid_request(
-            "a beam search gives no log-probabilities", names.get("strategy", "strategy")
+            "beam search has no log-probabilities", names.get("strategy", "strategy")
         )
     return RequestOptions(
         params,
@@ -229,7 +229,7 @@ def _slot(body: SamplingFields, session: Session) -> int | None:
 def _values(
     body: SamplingFields, elsewhere: frozenset[str], session: Session
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The sampling parameters that a request sets, and the field that set each."""
+    """Return the sampling parameters of a request, and the field that set each."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for field_name, value in body.given_fields().items():
@@ -252,12 +252,12 @@ def _values(
 
 
 def _id(key: str) -> int | str:
-    """A key of JSON, which may be an id, or a text."""
+    """Convert a JSON key to a token id, if it is a number."""
     return int(key) if key.isascii() and key.isdecimal() else key
 
 
 def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
-    """The result of a function of a field; its error as an `ApiError`."""
+    """Call a function with a field's value; convert its error to an `ApiError`."""
     try:
         return read(value)
     except (TypeError, ValueError) as error:
@@ -267,7 +267,7 @@ def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
 def _biases(
     value: Mapping[str, float | bool] | list[list[Any]], session: Session
 ) -> tuple[tuple[Any, Any], ...]:
-    """Pairs of an id and its bias; llama.cpp has lists, texts for ids, and false for never."""
+    """Return pairs of token and bias; llama.cpp allows lists, texts, and false for a ban."""
     biases: list[tuple[Any, Any]] = []
     pairs = (
         [(_id(key), item) for key, item in value.items()] if isinstance(value, Mapping) else value

@@ -29,7 +29,7 @@ _PROGRESS_SECONDS = 0.25  # between two prefill progress events
 
 @dataclass
 class RequestRunner:
-    """Runs the answers to some prompts and yields them as they come.
+    """Runs the answers to prompts and yields their chunks.
 
     Attributes:
         session: the engine session.
@@ -38,7 +38,7 @@ class RequestRunner:
         ping: seconds of silence after which an empty list is yielded.
         timer: measures latencies.
         usages: usage of each complete answer.
-        prepared: the engine requests, one for each answer.
+        prepared: the engine requests of all answers.
         owners: index of each answer's prompt.
     """
 
@@ -59,15 +59,15 @@ class RequestRunner:
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
     def job(self, index: int) -> PromptRequests:
-        """The prompt of an answer."""
+        """Return the prompt of an answer."""
         return self.jobs[self.owners[index]]
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
         """Yield lists of (answer index, chunk); `usages` is complete at the end.
 
-        None is yielded once, when the engine has accepted the requests: from then on an answer may
-        wait, but is not refused. An empty list means that nothing has come for some time. Closing
-        the iterator cancels what still runs.
+        None is yielded once, when the engine has accepted the requests: from then on an answer is
+            not refused. An empty list means silence for `ping` seconds. Closing the iterator
+            cancels unfinished answers.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -117,7 +117,7 @@ class RequestRunner:
                                 piece, param=field_of_error(piece, self.job(index).options)
                             )
                         break
-                    # With max_tokens 0, the engine has sampled one token all the same.
+                    # With max_tokens 0, the engine still samples a token.
                     nothing = self.job(index).options.nothing
                     if isinstance(piece, Usage):
                         running.discard(index)
@@ -144,25 +144,25 @@ class RequestRunner:
                     self.session.thread.cancel(self.prepared[index].request.id)
 
     def _too_late(self, indices: Iterable[int]) -> Exception:
-        """The error of answers that missed their deadline: the request's own, or the service's."""
+        """Return the error of answers that missed the request's deadline, or the server's."""
         if any(self.job(index).options.seconds is not None for index in indices):
             name = "t_max_predict_ms"
-            message = f"the answer was not done in the time that {name} allows"
+            message = f"the answer was not complete within {name}"
             return ApiError(408, message, param=name, code="deadline_exceeded")
         return DeadlineError("the request's deadline has passed")
 
     def _seconds_left(self, running: Iterable[int]) -> float:
-        """Seconds until the first running answer is abandoned."""
+        """Return the seconds until the first running answer is abandoned."""
         deadlines = (self.prepared[index].request.deadline for index in running)
         end = min((deadline for deadline in deadlines if deadline is not None), default=math.inf)
         return end + _GRACE - time.monotonic()
 
     def mark_shown(self, index: int, chunk: Chunk) -> None:
-        """Record a chunk as shown; several may have come together."""
+        """Record a chunk as shown; the engine may deliver several at once."""
         self._shown[index] += len(chunk.token_ids)
 
     def shown_usage(self, index: int) -> Usage:
-        """The usage and times of an unfinished answer, up to the chunk shown last."""
+        """Return the usage and times of an unfinished answer, up to the last shown chunk."""
         prefill, decode = self.timer.seconds(index)
         request = self.prepared[index].request
         cached = self._cached.get(index)
@@ -172,12 +172,12 @@ class RequestRunner:
         return _without_token(usage) if self.job(index).options.nothing else usage
 
     def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
-        """Prefill progress of each prompt without an answer yet, in llama.cpp's format.
+        """Return the prefill progress of each prompt without tokens yet, in llama.cpp's format.
 
         The first event of a prompt has its number of cached tokens.
 
         Args:
-            first: only first events, even if the answers have begun.
+            first: return first events only, even if the answers have begun.
         """
         result = []
         for index, prepared in enumerate(self.prepared):
@@ -203,7 +203,7 @@ class RequestRunner:
         return self.session.thread.progress(self.prepared[index].request.id)
 
     def summary(self) -> dict[str, Any]:
-        """Fields for the access log."""
+        """Return fields for the access log."""
         return {
             "prompt_tokens": sum(len(job.ids) for job in self.jobs),
             "completion_tokens": sum(self.timer.counts.values()),
@@ -211,7 +211,7 @@ class RequestRunner:
         }
 
     async def completions(self) -> list[list[Completion]]:
-        """The complete answers to each prompt; the best ones with `best_of`."""
+        """Return the complete answers to each prompt; with `best_of` the best of them."""
         chunks: list[list[Chunk]] = [[] for _ in self.prepared]
         async with contextlib.aclosing(self.chunks()) as pieces:
             async for batch in pieces:
@@ -231,7 +231,7 @@ def _without_token(usage: Usage) -> Usage:
 
 
 async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:
-    """Everything in the queue once something is there; nothing after some seconds of silence."""
+    """Wait for items in the queue; return all of them, or nothing after `ping` seconds."""
     try:
         async with asyncio.timeout(ping):
             found = [await queue.get()]

@@ -1,4 +1,4 @@
-"""Sampling fields of requests, which all routes that generate have.
+"""Sampling fields: request fields of all routes that generate.
 
 `request_params` makes `SamplingParams` of them; docs/sampling.md describes each.
 """
@@ -42,7 +42,7 @@ Tokens = Literal["all", "prompt", "answer"] | list[int | None]
 
 
 class EditField(RequestModel):
-    """A change of a named activation, as `Edit` of Python."""
+    """An edit of a named activation; `Edit` in Python."""
 
     name: str
     operation: Literal["add", "set", "scale", "project_out"]
@@ -52,7 +52,7 @@ class EditField(RequestModel):
 
 
 class SteerField(RequestModel):
-    """A steering vector, as `Steer` of Python, or one that the server keeps, by its name."""
+    """A steering vector (`Steer` in Python), or the name of a stored one."""
 
     name: str | None = None
     vector: Numbers | None = None
@@ -69,8 +69,7 @@ class CapturedArray(ResponseModel):
     values: list[Any] | None = None
 
 
-# The request's fields under each heading; other fields are aliases of these, or ask for more than
-# one answer.
+# The request's fields under each heading; other fields are aliases, or set the number of answers.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(p.fields[0] for p in PARAMETERS.values() if p.group == group)
     for group in get_args(Group)
@@ -84,7 +83,7 @@ _EXAMPLES: Mapping[str, list[Any]] = {
 
 
 def parameter_of(field: str) -> str:
-    """The parameter that a field of a request sets."""
+    """Return the parameter that a field sets."""
     return _PARAMETER_OF.get(field, ALIASES.get(field, field))
 
 
@@ -106,7 +105,7 @@ def describe(schema: dict[str, Any]) -> None:
 
 
 def _ordered(fields: dict[str, Any], order: list[str]) -> dict[str, Any]:
-    """The fields, those of `order` sorted by it among the places that they have."""
+    """Sort the fields in `order` among their own positions."""
     sorted_names = iter([name for name in order if name in fields])
     names = [next(sorted_names) if name in order else name for name in fields]
     return {name: fields[name] for name in names}
@@ -129,11 +128,11 @@ class JsonSchema(RequestModel):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="answers always keep to the schema")
+    strict: bool | None = Field(None, description="the schema is always enforced")
 
 
 class ResponseFormat(RequestModel):
-    """What an answer has to be."""
+    """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -141,7 +140,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """The same in vLLM's words."""
+    """vLLM's fields for the same."""
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -151,7 +150,7 @@ class StructuredOutputs(RequestModel):
 
 
 class LoraScale(RequestModel):
-    """A LoRA adapter, by its number in /lora-adapters, and what its term is multiplied by."""
+    """The number of a LoRA adapter in /lora-adapters, and its scale."""
 
     id: int
     scale: float = Field(1.0, allow_inf_nan=False, ge=-1e6, le=1e6)
@@ -165,7 +164,7 @@ def _json_type(annotation: Any) -> Any:
 
 
 def _table_fields() -> dict[str, Any]:
-    """The fields of the table of sampling parameters, for `create_model`."""
+    """Return the fields of the table of sampling parameters, for `create_model`."""
     types = get_type_hints(SamplingParams)
     rows = [p for p in PARAMETERS.values() if p.name not in ACTIVATIONS]
     fields = [(field, p.name) for p in rows for field in p.fields]
@@ -195,9 +194,9 @@ else:
 class SamplingFields(_TableFields):
     """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers.
 
-    The fields of `SamplingParams` come from its table. Below are those whose JSON differs from
-    Python, those with a description of their own, those that routes read by name, and fields that
-    are no sampling parameters.
+    The fields of `SamplingParams` come from its table. Listed below are fields whose JSON differs
+    from Python, fields with their own description, fields that routes read by name, and fields that
+    are not sampling parameters.
     """
 
     model_config = ConfigDict(json_schema_extra=describe)
@@ -207,10 +206,8 @@ class SamplingFields(_TableFields):
     logit_bias: dict[str, float | bool] | list[list[int | float | str | bool]] | None = None
     json_schema: dict[str, Any] | bool | None = None
     grammar: str | None = Field(None, description="Lark, or llama.cpp's GBNF")
-    n_predict: int | None = Field(None, description="-1: up to the context's end")
-    logits_processors: list[str] | None = Field(
-        None, description="by the names that the server's owner gave them"
-    )
+    n_predict: int | None = Field(None, description="-1: up to the end of the context")
+    logits_processors: list[str] | None = Field(None, description="names from --logits-processor")
     speculation: bool | None = Field(None, description="false: no tokens are drafted")
     n: int | None = None
     best_of: int | None = None
@@ -218,38 +215,38 @@ class SamplingFields(_TableFields):
     # OpenAI
     response_format: ResponseFormat | None = None
     # vLLM
-    truncate_prompt_tokens: int | None = Field(None, description="keeps the last ones")
+    truncate_prompt_tokens: int | None = Field(None, description="keeps the last tokens")
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="right: truncate_prompt_tokens keeps the first ones"
+        None, description="right: truncate_prompt_tokens keeps the first tokens"
     )
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: int | None = Field(None, description="lower ones go first")
+    priority: int | None = Field(None, description="lower values are scheduled first")
     return_token_ids: bool | None = None
     # llama.cpp
     post_sampling_probs: bool | None = Field(
-        None, description="log-probabilities are those after the samplers"
+        None, description="log-probabilities after the samplers"
     )
     cache_prompt: bool | None = Field(None, description="false: the whole prompt is computed")
     lora: list[LoraScale] | None = Field(None, description="the LoRA adapter to compute with")
     timings_per_token: bool | None = None
     return_progress: bool | None = None
-    verbose: bool | None = Field(None, description="the answer as /completion has it, too")
+    verbose: bool | None = Field(None, description="adds the answer in the format of /completion")
     n_cmpl: int | None = Field(None, description="as n")
     t_max_predict_ms: int | None = Field(None, description="0: any time")
-    id_slot: int | None = Field(None, description="the slot that /slots/{id} knows it by")
+    id_slot: int | None = Field(None, description="the slot of /slots/{id}")
     # jinfer, where --allow-inspection is set
-    capture: list[str] | None = Field(None, description="activations that come back, by name")
+    capture: list[str] | None = Field(None, description="names of activations to return")
     capture_format: Literal["npy", "list"] | None = Field(None, description="npy: base64")
     steer: list[SteerField] | None = Field(None, description="steering vectors")
-    edits: list[EditField] | None = Field(None, description="changes of activations")
+    edits: list[EditField] | None = Field(None, description="edits of activations")
 
 
 def ignore_verbose(body: SamplingFields, stream: bool | None, ignore: Ignore) -> None:
-    """Report `verbose` where it changes nothing."""
+    """Report `verbose` where it has no effect."""
     if body.verbose and stream:
-        ignore("verbose", "only whole answers are given in llama.cpp's format, too")
+        ignore("verbose", "streamed answers have no llama.cpp format")
 
 
 def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptions | None) -> None:
@@ -258,7 +255,7 @@ def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptio
         if body.capture:
             raise unsupported_field("activations are not streamed", "capture")
         if body.best_of is not None and body.best_of > (body.n or 1):
-            raise invalid_request("the best of several answers is known only at the end", "best_of")
+            raise invalid_request("the best answer is known only at the end", "best_of")
         return
     if body.capture_format is not None and not body.capture:
         raise invalid_request("it needs capture", "capture_format")
@@ -269,14 +266,14 @@ def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptio
             raise invalid_request("it needs stream: true", name)
 
 
-NO_CAPTURE = "activations are given by /v1/completions and /v1/chat/completions"
+NO_CAPTURE = "use /v1/completions or /v1/chat/completions for activations"
 
-# Fields about tokens, for which answers in parts (messages, responses) have no place.
+# Fields about tokens, which answers in blocks (messages, responses) cannot represent.
 TOKEN_FIELDS = {
-    "prompt_logprobs": "they are given by /v1/completions",
-    "return_token_ids": "no ids are given here",
-    "timings_per_token": "no timings are given here",
-    "return_progress": "nothing is told of the prompt here",
+    "prompt_logprobs": "use /v1/completions",
+    "return_token_ids": "this route does not return token ids",
+    "timings_per_token": "this route does not return timings",
+    "return_progress": "this route does not report progress",
     "capture": NO_CAPTURE,
 }
 

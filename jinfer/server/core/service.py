@@ -44,10 +44,10 @@ _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 
 
 def keep_alive_seconds(value: str | float) -> float:
-    """Seconds of a `keep_alive`: a number, or a duration such as "5m" or "1h30m"; negative: inf.
+    """Convert a `keep_alive` to seconds: a number, or "5m", "1h30m"; negative: infinity.
 
     Raises:
-        ApiError: it is neither.
+        ApiError: neither a number nor a duration.
     """
     seconds = _seconds(value)
     if seconds is None or math.isnan(seconds):
@@ -69,7 +69,7 @@ def _seconds(value: str | float) -> float | None:
     return -1.0 if found[1] and total else total
 
 
-_BODIES = 32  # of the largest size, for which there is memory while they are read
+_BODIES = 32  # bodies of the largest size that fit into memory while they are read
 # Fields that may need a grammar to be compiled.
 _GRAMMARS = frozenset(
     {
@@ -89,7 +89,7 @@ class Service:
         metrics: its metrics.
         answers: the requests in progress.
         responses: the stored responses.
-        files, batches: what is kept in the folder of `--files-dir`; None without one.
+        files, batches: stores in the folder of `--files-dir`; None without that flag.
         streams: the streams that can be resumed.
     """
 
@@ -109,11 +109,11 @@ class Service:
 
     @cached_property
     def response_jobs(self) -> ResponseJobs:
-        """The responses that are made in the background."""
+        """The background responses."""
         return ResponseJobs(self.responses)
 
     def cancel_answers(self, reason: ApiError | None = None) -> None:
-        """Cancel all requests, with the reason that clients are told; by default a shutdown."""
+        """Cancel all requests; clients receive the reason, by default a shutdown."""
         for task in self.answers:
             task.cancel(reason or shutting_down(self.settings.retry_after))
 
@@ -126,7 +126,7 @@ class Service:
         """Run a function that waits for the engine, in a worker thread.
 
         Raises:
-            DeadlineError: it exceeds the time limit of an answer.
+            DeadlineError: the time limit of an answer has passed.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -170,16 +170,16 @@ class RequestContext[B: BaseModel]:
         ignored_fields.note_ignored(self.notes, field)
 
     def keep_alive(self) -> float | None:
-        """Seconds that the model stays in memory after this request; None: it says nothing.
+        """Return the seconds that the model stays in memory after this request; None: not set.
 
         Raises:
-            ApiError: it is no duration; or the server is strict, and its models stay.
+            ApiError: an invalid duration; or the server is strict, and its models stay in memory.
         """
         value = getattr(self.body, "keep_alive", None)
         if value is None:
             return None
         seconds = keep_alive_seconds(value)
-        if self.service.models.come_and_go:
+        if self.service.models.is_dynamic:
             return seconds
         self.ignore("keep_alive", "the server's models stay in memory; see --models-dir")
         return None
@@ -196,8 +196,8 @@ class RequestContext[B: BaseModel]:
         async with models.use(body.model, keep=self.keep_alive()) as model:
             self.note(model=model.name)
             model.session.processors.by_name = self.service.settings.logits_processors
-            # Requests with a grammar have a pool of their own, so that slow ones delay only each
-            # other.
+            # Requests with a grammar have a pool of their own, so that slow grammars do not delay
+            # other requests.
             grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
             pool = models.compilers if grammar else models.workers
             loop = asyncio.get_running_loop()

@@ -7,29 +7,28 @@ such a variable, a budget of 0 turns it off.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.bounded_types import MAX_INDEX
-from jinfer.opening.chat_prompt import Conversation
-from jinfer.opening.open_model import Opened
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.core.chat_schemas import ChatTemplateFields
-from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.http.http_errors import invalid_request
+from jinfer.template.chat_prompt import Conversation
 from jinfer.template.thinking_marks import thinking_switches
 
 UNLIMITED = -1
 _NONE = "none"  # the effort of a model that does not think
-_BUDGET = "thinking_token_budget"
-_BUDGET_FIELDS = PARAMETERS[_BUDGET].fields
+BUDGET = "thinking_token_budget"
+_BUDGET_FIELDS = PARAMETERS[BUDGET].fields
 _KWARGS = "chat_template_kwargs"
 _NO_MARKS = "the model does not mark its thoughts in a known way"
 
 
 @dataclass(frozen=True)
 class ThinkingChoice:
-    """How the model thinks about a request.
+    """Whether, how hard and how long the model thinks.
 
     Attributes:
         variables: variables of the chat template.
@@ -41,22 +40,9 @@ class ThinkingChoice:
 
     variables: Mapping[str, Any]
     budget: int | None = None
-    budget_field: str = _BUDGET
+    budget_field: str = BUDGET
     unused: Mapping[str, str] = field(default_factory=dict)
     followed: frozenset[str] = frozenset()
-
-    def apply(self, options: RequestOptions) -> RequestOptions:
-        """Set the thinking budget. Raises `ApiError` if another field sets another one."""
-        if self.budget is None:
-            return options
-        budget = None if self.budget == UNLIMITED else self.budget
-        other = options.names.get(_BUDGET)
-        if other is not None and options.params.thinking_token_budget != budget:
-            raise invalid_request(
-                f"{other} and {self.budget_field} contradict each other", self.budget_field
-            )
-        params = replace(options.params, thinking_token_budget=budget)
-        return replace(options, params=params, names={**options.names, _BUDGET: self.budget_field})
 
 
 def choose_thinking(
@@ -88,7 +74,7 @@ def choose_thinking(
             if switch is None:
                 variables |= dict.fromkeys(switches, True)
     if switch is None:
-        default = opened.defaults.get(_BUDGET) if budget is None else budget
+        default = opened.defaults.get(BUDGET) if budget is None else budget
         budgets = (getattr(chat, name, None) for name in _BUDGET_FIELDS)
         own = next((value for value in budgets if value is not None), None)
         if (default if own is None else own) == 0:
@@ -143,7 +129,7 @@ def _budgets(chat: ChatTemplateFields) -> dict[str, int | None]:
 
 
 def _agreed(values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the first field with a value, and the value; ("", None) without one.
+    """Return the first field with a value, and the value; or ("", None).
 
     Raises:
         ApiError: two fields have different values.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured import compile_constraint, relaxed, supported
 from jinfer.sampling.structured.schema_relaxation import Relaxed
@@ -25,6 +24,7 @@ from jinfer.server.tool_parsers.parser_registry import (
     special_token_ids,
     tool_call_format,
 )
+from jinfer.template.chat_prompt import Conversation
 from jinfer.tokenizer import Tokenizer
 
 _MAX_TRIALS = 32  # schemas of one request that are compiled to find what cannot be enforced
@@ -50,7 +50,7 @@ class OfferedTools:
         """Compile a grammar with tool calls. Slow: call it in a worker thread.
 
         Args:
-            make_grammar: makes the grammar of an answer that may call some tools.
+            made: makes the grammar of an answer that may call some tools.
             ignore: records schema keywords that cannot be enforced.
 
         Returns:
@@ -92,7 +92,7 @@ class OfferedTools:
             raise
 
     def _relaxed(self, relax: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
-        """The tools with relaxed schemas; records what was left out."""
+        """Relax the schemas; report the keywords that are left out."""
         result: dict[str, Mapping[str, Any]] = {}
         for name, schema in self.tools.items():
             try:
@@ -110,7 +110,7 @@ class OfferedTools:
 
 
 def offered_tools(body: ChatTemplateFields) -> OfferedTools:
-    """The tools that an answer may call.
+    """Return the tools that an answer may call.
 
     Raises:
         ApiError: two tools with the same name, or no tool where a call is required.
@@ -134,7 +134,7 @@ def offered_tools(body: ChatTemplateFields) -> OfferedTools:
             raise invalid_request(f"there is no tool called {name[:80]}", "tool_choice")
         return OfferedTools({name: tools[name]}, places, required=True)
     if choice == "required" and not tools:
-        raise invalid_request("there are no tools to choose from", "tool_choice")
+        raise invalid_request("the request has no tools", "tool_choice")
     return OfferedTools(tools, places, choice == "required")
 
 
@@ -189,7 +189,7 @@ def output_parsing(
         )
 
     def calling(tools: Tools, schema: Any = None) -> str:
-        """The grammar of an answer that calls some tools, or matches a JSON schema."""
+        """Return the grammar of an answer that calls tools, or matches a JSON schema."""
         lark = LarkGrammar(tokenizer)
         thought = "" if reasoning is None else reasoning.grammar(lark, state)
         ways = [format.grammar(lark, tools, source, several)] if tools else []
@@ -217,7 +217,7 @@ def output_parsing(
 def _reasoning_state(
     reasoning: ReasoningFormat, body: ChatTemplateFields, tail: str
 ) -> ReasoningState:
-    """Whether the prompt leaves the model inside, after or before reasoning."""
+    """Return whether the prompt ends inside, after or before reasoning."""
     if body.continue_final_message:
         content = body.messages[-1].content
         text = content if isinstance(content, str) else ""

@@ -12,7 +12,7 @@ from jinfer.tokenizer import Tokenizer
 
 
 def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[str, Any]:
-    """The usage of a request; a prompt with several answers counts once."""
+    """Return the usage of a request; a prompt with several answers counts once."""
     prompt = sum(len(job.ids) for job in jobs)
     cached, number = 0, 0
     for job in jobs:
@@ -36,7 +36,7 @@ def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[s
 
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
-    """llama.cpp's timings of one answer."""
+    """llama.cpp's timings of an answer."""
     computed = usage.prompt_tokens - usage.cached_tokens
     prefill = max(0.0, usage.prefill_seconds - usage.queue_seconds)
     return {
@@ -58,10 +58,10 @@ def _rates(name: str, count: int, seconds: float, first: int = 0) -> dict[str, A
 
 
 def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
-    """A token's own text, including a leading space, which `decode` may omit.
+    """Return a token's own text, with a leading space that `decode` may omit.
 
     Args:
-        as_id: vLLM's "token_id:N" instead, which tells tokens with equal texts apart.
+        as_id: return vLLM's "token_id:N" instead, which differs for tokens with equal texts.
     """
     if as_id:
         return f"token_id:{id}"
@@ -69,7 +69,7 @@ def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str
 
 
 def token_key(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
-    """A token's text, or its bytes if it is part of a character, so that keys are unique."""
+    """Return a token's text, or its bytes if it is part of a character, as a unique key."""
     if as_id:
         return token_text(tokenizer, id, as_id)
     if tokenizer is None:
@@ -99,7 +99,7 @@ def finite_logprob(logprob: float) -> float:
 def chat_logprobs(
     tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob], as_ids: bool | None = False
 ) -> list[dict[str, Any]]:
-    """Log-probabilities in the format of chat completions, by text or by id."""
+    """Convert log-probabilities to the format of chat completions."""
     named = bool(as_ids)
     return [
         {
@@ -111,7 +111,7 @@ def chat_logprobs(
 
 
 def ranked_logprobs(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
-    """Log-probabilities in vLLM's format: by id, each with its rank among those listed."""
+    """Convert log-probabilities to vLLM's format: by id, with ranks."""
     found = {
         str(other.id): {"logprob": finite_logprob(other.logprob), "rank": rank}
         for rank, other in enumerate(entry.top, 1)

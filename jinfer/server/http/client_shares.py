@@ -1,7 +1,7 @@
 """Shares of clients: bounds on what clients hold while the server waits for them.
 
-A bound alone lets one client lock out all others. Here it is shared: when it is passed, of the
-address that holds the most the holder gives way that has waited longest.
+A plain bound lets a single client lock out all others. Here addresses share it: when it is
+exceeded, the address that holds the most loses its longest-waiting holder.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from ipaddress import IPv6Address
 from typing import Protocol
 
 _RESERVED = 256  # descriptors of models, caches, logs and listeners
-_PER_CONNECTION = 2  # descriptors: its own, and one to the process of the model that answers it
+_PER_CONNECTION = 2  # descriptors: the connection's, and another to the model's process
 _MOST_DESCRIPTORS = 1 << 16
 
 
 class Holder(Protocol):
-    """What holds a share; hashable.
+    """The holder of a share; hashable.
 
     Attributes:
-        address: of the client, as `client_address` gives it.
+        address: the client's, from `client_address`.
     """
 
     address: str
 
     def give_way(self) -> None:
-        """End what it holds; its share has ended already."""
+        """Release the resource; the share has ended already."""
 
 
 class Shares[H: Holder]:
-    """What holders have taken, in the order in which they began to wait.
+    """Shares by address, in the order in which their holders began to wait.
 
     Attributes:
-        limit: what all may hold together.
-        total: what they hold.
+        limit: maximum total.
+        total: current total.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,7 +43,7 @@ class Shares[H: Holder]:
         self._by_address: Counter[str] = Counter()
 
     def take(self, holder: H, amount: int = 1) -> None:
-        """Add to what a holder has; if the limit is passed, others give way, or it does itself."""
+        """Add to a holder's share; beyond the limit, other holders or this holder give way."""
         held = self._held.setdefault(holder.address, {})
         held[holder] = held.get(holder, 0) + amount
         self._by_address[holder.address] += amount
@@ -52,7 +52,7 @@ class Shares[H: Holder]:
             self.displace()
 
     def displace(self) -> None:
-        """Let the holder give way that has to go first."""
+        """Make the next holder give way."""
         if self._held:
             first = next(iter(self._held[max(self._by_address, key=self._by_address.__getitem__)]))
             self.release(first)
@@ -70,7 +70,7 @@ class Shares[H: Holder]:
 
 
 def client_address(client: tuple[str, int] | None) -> str:
-    """What counts as one client: an IPv4 address, or an IPv6 network of 64 bits; "" if unknown."""
+    """Return a client's identity: an IPv4 address, or an IPv6 /64 network; "" if unknown."""
     address = "" if client is None else client[0]
     if ":" not in address:
         return address
@@ -81,7 +81,7 @@ def client_address(client: tuple[str, int] | None) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may allow itself."""
+    """Raise the limit of descriptors to the hard limit."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -94,7 +94,7 @@ def raise_descriptor_limit() -> None:
 
 
 def connection_limit() -> int:
-    """How many connections there are descriptors for."""
+    """Return the number of connections that the descriptors suffice for."""
     descriptors = _MOST_DESCRIPTORS
     with contextlib.suppress(ImportError):
         import resource

@@ -1,9 +1,9 @@
 """Fair accept: new connections of each client address in turn, a few in a round of the event loop.
 
 A listener's queue is first in, first out: a client that opens thousands of connections would keep
-all others waiting until the server has set each of them up. Here they are taken out at once, at the
-price of a descriptor, and set up by turns; of an address that has many, the newest first, since
-others may share it.
+all others waiting until the server has set each of them up. Here connections are accepted at once,
+at the cost of a descriptor, and set up in turns; an address with many has its newest set up first,
+since other clients may share the address.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from jinfer.server.http.client_shares import Holder, Shares, client_address
 
-_ACCEPTED = 256  # connections that are taken out of a listener's queue in a round
-_TURNS = 32  # connections that are set up in a round
-_PAUSE_SECONDS = 0.005  # between two rounds, so that a flood leaves time for what runs
-_NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
+_ACCEPTED = 256  # connections accepted from a listener in a round
+_TURNS = 32  # connections set up in a round
+_PAUSE_SECONDS = 0.005  # between two rounds, so that running requests get time during a flood
+_NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt without a free descriptor
 
 
 @dataclass(eq=False)
@@ -30,8 +30,8 @@ class AcceptedSocket:
 
     Attributes:
         socket: its socket.
-        address: of its client.
-        accepting: what has accepted it.
+        address: the client's.
+        accepting: the acceptor.
         begun: whether it is being set up, TLS included.
     """
 
@@ -42,7 +42,9 @@ class AcceptedSocket:
 
     def give_way(self) -> None:
         """Close it."""
-        if self.begun:  # its transport ends with it; cancelled, it might leave its protocol open
+        if (
+            self.begun
+        ):  # the transport ends with the socket; a cancelled task might leave the protocol open
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         else:
@@ -60,9 +62,9 @@ class FairAccept:
     Attributes:
         listeners: sockets that listen.
         make_protocol: makes the protocol of a connection.
-        shares: what connections hold while the server waits for their clients.
-        connections: those that are set up.
-        most: how many connections there are descriptors for.
+        shares: shares of connections whose clients the server waits for.
+        connections: connections that are set up.
+        max_connections: maximum number of connections.
         ssl: TLS settings; None: plain text.
         handshake_seconds: time limit of TLS handshakes.
     """
@@ -90,7 +92,7 @@ class FairAccept:
             self._resume(listener)
 
     def stop(self) -> None:
-        """End accepting, and closes the connections that are not set up."""
+        """Stop accepting, and close the connections that are not set up."""
         self._ended = True
         for listener in self.listeners:
             asyncio.get_running_loop().remove_reader(listener)
@@ -114,7 +116,7 @@ class FairAccept:
             accepted.setblocking(False)
             address = client_address(client if isinstance(client, tuple) else None)
             connection = AcceptedSocket(accepted, address, self)
-            if address not in self._queues:  # before those that have had a turn
+            if address not in self._queues:  # before the addresses that had a turn
                 self._queues[address] = OrderedDict()
                 self._queues.move_to_end(address, last=False)
             self._queues[address][connection] = None
@@ -157,7 +159,7 @@ class FairAccept:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self.make_protocol, connection.socket, ssl=self.ssl, ssl_handshake_timeout=seconds
             )
-        except OSError:  # a client that went, or does not speak TLS
+        except OSError:  # the client disconnected, or does not speak TLS
             connection.socket.close()
         finally:
             self.forget(connection)

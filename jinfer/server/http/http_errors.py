@@ -1,4 +1,4 @@
-"""HTTP errors: every error response, in OpenAI's format or in the one of a route's API."""
+"""HTTP errors: error responses in the format of OpenAI or of a route's dialect."""
 
 from __future__ import annotations
 
@@ -56,35 +56,35 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of the response."""
+        """Return the JSON body of the response."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 class RunsElsewhereError(Exception):
-    """No error: the model of a request is in a process of its own, which is to answer.
+    """Signals that the model's own process has to answer the request.
 
     Attributes:
         model: the `ServedModel`.
-        awake: whether it has to be woken for the answer.
-        begun: whether the client has a response's status already.
+        awake: whether to wake the model first.
+        begun: whether the client has received the response's status.
     """
 
     def __init__(self, model: Any, *, awake: bool = True) -> None:
-        super().__init__(f"{model.name} runs in a process of its own")
+        super().__init__(f"{model.name} runs in its own process")
         self.model, self.awake, self.begun = model, awake, False
 
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """How the routes of an API write errors.
+    """The error format of a dialect.
 
     Attributes:
         body: the JSON body.
         schema: its schema.
         status: the HTTP status.
-        more: statuses that other APIs do not have, and what they mean.
+        more: additional statuses and their meanings.
     """
 
     body: Callable[[ApiError], dict[str, Any]]
@@ -97,18 +97,18 @@ OPENAI_ERRORS = ErrorFormat(ApiError.body, ErrorResponse, lambda error: error.st
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A bad request (400)."""
+    """Create an error for a bad request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def context_exceeded(what: str, count: int, limit: int, advice: str, param: str) -> ApiError:
-    """A prompt that exceeds the model's context.
+    """Create the error for a prompt that exceeds the context.
 
     Clients recognize it by OpenAI's wording: LiteLLM by the first sentence, LangChain by the
     second.
 
     Args:
-        what: what is too long, such as "the prompt".
+        what: the text that is too long, such as "the prompt".
         count, limit: its number of tokens, and the context's size.
         advice: how to fix it.
     """
@@ -121,7 +121,7 @@ def context_exceeded(what: str, count: int, limit: int, advice: str, param: str)
 
 
 def unsupported_field(message: str, param: str | None = None) -> ApiError:
-    """A field that asks for an unsupported feature.
+    """Create the error for a field with an unsupported feature.
 
     Not status 501: clients retry a request that fails with a 5xx status.
     """
@@ -129,14 +129,14 @@ def unsupported_field(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: BaseException, retry_after: int = 1, param: str | None = None) -> ApiError:
-    """The error response for an exception.
+    """Convert an exception to an error response.
 
     Args:
         param: the request field at fault, if the exception does not name one.
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RunsElsewhereError):  # an answer in the background
+    if isinstance(error, RunsElsewhereError):  # a background response
         return _not_elsewhere(error)
     if isinstance(error, QueueFullError):
         why = "too many requests wait already; try again later"
@@ -144,66 +144,66 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     if isinstance(error, ClosedError):
         return shutting_down(retry_after)
     if isinstance(error, DeadlineError):
-        message = "the answer was not done in the time that the service allows"
+        message = "the answer was not complete within the server's time limit"
         return ApiError(503, message, code="deadline_exceeded")
     if isinstance(error, USER_ERRORS) and not isinstance(error, EngineError):
         return invalid_request(" ".join(str(error).split()), param)
     if isinstance(error, NotFiniteError):
         return ApiError(500, str(error), code="not_finite")
-    return ApiError(500, "the server failed at this request; its log says why", code="internal")
+    return ApiError(500, "the server failed; see its log", code="internal")
 
 
 def _not_elsewhere(error: RunsElsewhereError) -> ApiError:
-    """What only the server's own process does."""
-    reason = f"{error}, which answers nothing in the background"
+    """Create the error for a feature of the server's own process."""
+    reason = f"{error}, which does not answer in the background"
     return unsupported_field(f"{reason}; serve with --no-model-processes", "model")
 
 
 def _retry(status: int, message: str, code: str, seconds: int) -> ApiError:
-    """A refusal with Retry-After."""
+    """Create an error with Retry-After."""
     return ApiError(status, message, code=code, headers={"retry-after": str(seconds)})
 
 
 def cancel_reason(cancelled: asyncio.CancelledError) -> ApiError | None:
-    """Why the server cancelled a request; None if the client did."""
+    """Return why the server cancelled a request; None if the client disconnected."""
     reason = cancelled.args[0] if cancelled.args else None
     return reason if isinstance(reason, ApiError) else None
 
 
 def process_lost(reason: str) -> ApiError:
-    """The server exits: a process of a distributed job has died."""
+    """Create the error for the death of a process of a distributed job."""
     return ApiError(503, reason, code="process_lost")
 
 
 def process_unresponsive(reason: str, retry_after: int = 1) -> ApiError:
-    """A process of a distributed job does not respond; requests are refused until it does."""
+    """Create the error for a process of a distributed job that does not respond."""
     return _retry(503, f"{reason}; try again later", "process_silent", retry_after)
 
 
 def shutting_down(retry_after: int = 1) -> ApiError:
-    """The server is shutting down; another replica, or the next start, may answer."""
+    """Create the error for a shutdown; another replica, or the next start, may answer."""
     return _retry(503, "the service is closing; try again later", "closing", retry_after)
 
 
 def model_loading() -> ApiError:
-    """The model is still loading."""
+    """Create the error for a model that is still loading."""
     return _retry(503, "Loading model", "loading", 1)
 
 
 def model_not_loaded(name: str) -> ApiError:
-    """The model is offered, but requests do not load it."""
+    """Create the error for a model that requests do not load."""
     return invalid_request(
         f"{name} is not loaded; load it with POST /models/load", "model", "model_not_loaded"
     )
 
 
 def load_failed(name: str, reason: str) -> ApiError:
-    """The model could not be loaded; the next request tries again: its files may be repaired."""
+    """Create the error for a failed load; the next request tries again."""
     return ApiError(503, f"{name} could not be loaded: {reason}", code="load_failed")
 
 
 def no_room(name: str, max_models: int, retry_after: int) -> ApiError:
-    """Other models are in use, so that this one cannot be loaded."""
+    """Create the error for a model that cannot be loaded because others are in use."""
     why = (
         f"there is no room for {name}: {max_models} of --max-loaded {max_models} models are in use"
     )
@@ -211,13 +211,13 @@ def no_room(name: str, max_models: int, retry_after: int) -> ApiError:
 
 
 def unknown_model(name: str, served: list[str]) -> ApiError:
-    """No model of that name is served."""
+    """Create the error for an unknown model name."""
     names = ", ".join(served) or "none"
     message = f"there is no model {name[:200]!r}; there is: {names}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def repeated(error: ApiError) -> ApiError:
-    """The same error for another request."""
+    """Copy an error for another request."""
     known: dict[str, Any] = {"param": error.param, "code": error.code, "headers": error.headers}
     return ApiError(error.status, error.message, **known)

@@ -1,9 +1,9 @@
-"""HTTP protocol: uvicorn's, with bounds on heads, shares of connections, and HTTP/1.0 clients.
+"""HTTP protocol: uvicorn's, with limits of request heads, connection shares, and HTTP/1.0.
 
 The body is bounded where it is read. The request line and headers reach only the protocol, need no
-API key, and cost httptools time quadratic in a header's length. A connection has a share of the
-bound while the server waits for its client: for a request, the rest of one, or until it reads. One
-whose request runs has none, and is kept.
+API key, and cost httptools time quadratic in a header's length. A connection holds a share while
+the server waits for its client: for a request, for the rest of it, or for the client to read. A
+connection whose request runs holds no share, and is kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = logging.getLogger("jinfer.server")
 HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_HEADERS = 128
 HEAD_SECONDS = 10.0  # to receive the head and the beginning of the body of a request
-MAX_WAITING = 10240  # connections for whose clients the server waits
-BODY_PIECE = 4096  # bytes of a body for which an application is started, or woken
-_READ_SECONDS = 0.05  # for what came in time, where the event loop is late
-FLUSH_SECONDS = 60.0  # for a client to read the end of its last response
+MAX_WAITING = 10240  # connections whose clients the server waits for
+BODY_PIECE = 4096  # bytes of a body from which the application is started or woken
+_READ_SECONDS = 0.05  # to read data that arrived in time while the event loop was late
+FLUSH_SECONDS = 60.0  # for a client to read its last response
 _SHARES = "jinfer.connections"  # key of the server's state
 
 
 def connection_shares(state: dict[str, Any], limit: int = MAX_WAITING) -> Shares[Holder]:
-    """What the connections of a server hold that wait for their clients; kept in its state."""
+    """Return the shares of waiting connections, which are kept in the server's state."""
     if _SHARES not in state:
         state[_SHARES] = Shares[Holder](min(limit, connection_limit()))
     shares: Shares[Holder] = state[_SHARES]
@@ -61,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._in_head = True  # whether the next bytes belong to a request line or headers
         self._head_bytes = 0
-        self._waits_for_body = False  # whether a request's head has come, and no task has begun
+        self._waits_for_body = False  # whether a request's head is complete, and no task has begun
         self._begun_body = bytearray()
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: tuple[int, str] | None = None
@@ -75,13 +75,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the head timer, and ends the share."""
+        """Cancel the head timer, and end the share."""
         self._cancel_timer()
         self._shares.release(self)
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """End the connection, as others need its place."""
+        """Close the connection for the benefit of others."""
         self._say_full()
         self.transport.abort()
 
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Have the application answer a request of which enough has come."""
+        """Start the application, once enough of a request has arrived."""
         self._waits_for_body = False
         self._cancel_timer()
         self._head_bytes = 0
@@ -124,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Collect small pieces: a task, or to wake one, costs far more than they do."""
+        """Collect small pieces: to start or wake a task costs far more."""
         if self._waits_for_body:
             self._begun_body += body
             if len(self._begun_body) >= BODY_PIECE:
@@ -141,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The next bytes belong to the next request; this one runs."""
+        """Start the request; the next bytes belong to the next request."""
         if self._waits_for_body:
             self._dispatch()
             self._pass_body()
@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._run()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request, or for the rest of one that was not read."""
+        """Begin to wait for the next request, or for the unread rest of this request."""
         super().on_response_complete()
         if self.cycle.response_complete or self.cycle.more_body:
             self._wait()
@@ -159,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._flush()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, unless a request has come meanwhile."""
+        """Close an idle connection, unless a request arrives."""
         self.timeout_keep_alive_task = self.loop.call_later(_READ_SECONDS, self._close_idle)
 
     def pause_writing(self) -> None:
@@ -168,19 +168,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait()
 
     def resume_writing(self) -> None:
-        """The client has read; a response that was being sent goes on."""
+        """Continue a response after the client has read."""
         super().resume_writing()
         self._run()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond with the reason why a request cannot be parsed, and closes the connection."""
+        """Respond with the reason why a request cannot be parsed, and close the connection."""
         if self.transport.is_closing():
             return
         status, message = self._refusal or (400, msg)
         self._refuse(status, message)
 
     def _wait(self) -> None:
-        self._shares.release(self)  # what waits for its client since now is the youngest
+        self._shares.release(self)  # this connection is now the last in the order
         self._shares.take(self)
 
     def _run(self) -> None:
@@ -194,16 +194,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._flush()
 
     def _flush(self) -> None:
-        """Bound the time in which a closed connection waits for its client to read."""
+        """Limit the time in which the client reads the rest of a closed connection."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.loop.call_later(self.flush_seconds, self.transport.abort)
 
     def _say_full(self) -> None:
-        """Log that connections are full, at most once a second, so that the log does not grow."""
+        """Log that connections are full, at most once a second."""
         if (now := self.loop.time()) - BoundedProtocol._said_full >= 1:
             BoundedProtocol._said_full = now
             _log.warning(
-                "too many connections wait; the oldest of the clients with most are closed",
+                "too many connections wait; closing the oldest of the busiest clients",
                 extra={"connections": len(self.connections), "address": self.address},
             )
 
@@ -225,7 +225,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._expect_head()  # its response is still being sent
         elif self._head_bytes:
-            self._refuse(408, f"the request did not come within {self.head_seconds:g} seconds")
+            self._refuse(408, f"the request did not arrive within {self.head_seconds:g} seconds")
         else:
             self.transport.close()
 

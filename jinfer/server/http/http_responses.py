@@ -33,22 +33,22 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_list(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """JSON of an object with a long list under one key, serialized item by item.
+    """Serialize an object with a long list under a key, item by item.
 
-    The GIL can be released between two items, which it is not during one long `dumps`.
+    The GIL can be released between two items, unlike during a single long `dumps`.
     """
     text = b",".join([dumps(item) for item in items])
     return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 
 def sse_event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Format a server-sent event."""
     data = b"data: " + dumps(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 def batch_bytes(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
-    """The bytes for a batch of `RequestRunner.chunks`; a ping if nothing came for some time."""
+    """Join the events of a batch of `RequestRunner.chunks`; an empty batch becomes a ping."""
     return b"".join(events) or (SSE_PING if batch is not None and not batch else b"")
 
 
@@ -71,7 +71,7 @@ class HttpResponse:
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
         if self.status == 304:  # Content-Length would have to be that of the omitted body
             del headers["content-length"]
-        if self.status == 204:  # no content, so no type nor length of it
+        if self.status == 204:  # no content, so no type or length
             headers = {}
         start = _start(self.status, {**headers, **self.headers})
         async with asyncio.timeout(seconds):
@@ -80,12 +80,12 @@ class HttpResponse:
 
 
 def error_response(error: ApiError, format: ErrorFormat = OPENAI_ERRORS) -> HttpResponse:
-    """The response for an error."""
+    """Create the response for an error."""
     return HttpResponse(format.body(error), format.status(error), error.headers)
 
 
 def sse_error(error: ApiError) -> bytes:
-    """The server-sent event for an error in the middle of a stream."""
+    """Format an error in the middle of a stream as a server-sent event."""
     return sse_event(error.body())
 
 
@@ -94,7 +94,7 @@ class StreamedResponse:
     """A streamed response.
 
     Attributes:
-        pieces: bytes as they come. The status is sent with the first, even if it is empty.
+        pieces: bytes to send. The status is sent with the first, even if it is empty.
         failed: formats an error in the middle of the stream.
     """
 
@@ -105,7 +105,7 @@ class StreamedResponse:
     async def send(
         self, send: Send, seconds: float, ping: float | None = None
     ) -> BaseException | None:
-        """Send pieces as they come. An error before the first piece, even an empty one, is raised.
+        """Send the pieces. Raise an error that occurs before the first piece.
 
         Args:
             seconds: time limit of a piece.
@@ -184,12 +184,12 @@ def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass
 class StreamReaders:
-    """Those who wait for more of a stream."""
+    """Readers that wait for more of a stream."""
 
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self) -> None:
-        """There is more, or nothing more comes."""
+        """Wake the readers, for more data or the end."""
         self._more.set()
         self._more = asyncio.Event()
 
@@ -198,7 +198,7 @@ class StreamReaders:
         await self._more.wait()
 
     async def wait_or_ping(self, ping: float) -> bytes:
-        """Return nothing at the next `wake`, or a comment after `ping` seconds of silence."""
+        """Wait for the next `wake`; return a comment after `ping` seconds of silence."""
         try:
             async with asyncio.timeout(ping):
                 await self.wait()

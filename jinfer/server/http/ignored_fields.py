@@ -1,4 +1,4 @@
-"""Ignored request fields: those without effect are named in a header and the log, or rejected.
+"""Ignored fields: request fields without effect, reported in a header and the log, or rejected.
 
 Clients send fields that other servers read (verbosity, whether to store the answer). Rejecting each
 of them would break most clients; dropping them silently would mislead. So schemas mark them with
@@ -28,7 +28,7 @@ type Ignore = Callable[[str, str], None]
 
 
 def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a request that have no effect according to their schemas, with the reasons.
+    """Yield the fields of a request without effect, according to its schemas, and the reasons.
 
     Raises:
         ApiError: an unknown field in a message that is not an earlier answer.
@@ -53,7 +53,7 @@ def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str
                 path = f"{prefix}{name[:_MAX_NAME]}"
                 raise invalid_request(f"{path}: unknown field", path, "unknown_field")
             if value not in (None, "", [], {}):
-                yield f"{prefix}{name}", "nothing here reads it"
+                yield f"{prefix}{name}", "it has no effect here"
 
 
 @cache
@@ -64,7 +64,7 @@ def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
 
 
 def ignored_header(names: Sequence[str]) -> str:
-    """The header's value; parts of the names may be chosen by the client."""
+    """Return the header's value; clients may choose parts of the names."""
     return ", ".join(_SIGN.sub("?", name[:_MAX_NAME]) for name in names)
 
 

@@ -24,49 +24,52 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": "from a request's arrival to its first token",
     "inter_token_latency_seconds": "between two pieces of an answer",
     "e2e_request_latency_seconds": "from a request's arrival to its last token",
-    "request_queue_time_seconds": "that a request waited for a slot",
+    "request_queue_time_seconds": "waiting time of a request for a slot",
     "request_prefill_time_seconds": "from its slot to its first token",
     "request_decode_time_seconds": "from its first token to its last",
 }
 _GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("requests that have a slot", lambda s: s.running),
-    "num_requests_waiting": ("requests that wait for one", lambda s: s.waiting),
-    "kv_cache_blocks": ("blocks of the cache", lambda s: s.blocks),
+    "num_requests_waiting": ("requests that wait for a slot", lambda s: s.waiting),
+    "kv_cache_blocks": ("blocks of the KV cache", lambda s: s.blocks),
     "kv_cache_blocks_held": ("blocks that requests hold", lambda s: s.blocks_held),
     "kv_cache_usage_perc": (
-        "share of the cache's blocks that is held",
+        "share of KV cache blocks that requests hold",
         lambda s: s.blocks_held / s.blocks if s.blocks else 0.0,
     ),
     "prefix_offload_ram_bytes": (
-        "of offloaded blocks in host memory",
+        "bytes of offloaded blocks in host memory",
         lambda s: s.offload_ram_bytes,
     ),
-    "prefix_offload_disk_bytes": ("of offloaded blocks on disk", lambda s: s.offload_disk_bytes),
+    "prefix_offload_disk_bytes": (
+        "bytes of offloaded blocks on disk",
+        lambda s: s.offload_disk_bytes,
+    ),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "prefix_cache_queries": (
-        "tokens of prompts looked for",
+        "prompt tokens looked up in the prefix cache",
         lambda s: s.prompt_tokens,
     ),
-    "prefix_cache_hits": ("tokens of prompts found there", lambda s: s.cached_tokens),
-    "prompt_tokens": ("tokens of prompts", lambda s: s.prompt_tokens),
+    "prefix_cache_hits": ("prompt tokens found in the prefix cache", lambda s: s.cached_tokens),
+    "prompt_tokens": ("prompt tokens", lambda s: s.prompt_tokens),
     "generation_tokens": ("new tokens", lambda s: s.new_tokens),
-    "num_preemptions": ("requests that gave their blocks back", lambda s: s.preemptions),
-    "spec_decode_num_drafts": ("drafts that were verified", lambda s: s.drafts),
-    "spec_decode_num_draft_tokens": ("tokens of drafts", lambda s: s.draft_tokens),
+    "num_preemptions": ("preempted requests", lambda s: s.preemptions),
+    "spec_decode_num_drafts": ("verified drafts", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens": ("draft tokens", lambda s: s.draft_tokens),
     "spec_decode_num_accepted_tokens": (
-        "tokens of drafts that were right",
+        "accepted draft tokens",
         lambda s: s.accepted_tokens,
     ),
-    "prefix_offload_saved_blocks": ("blocks that were offloaded", lambda s: s.saved_blocks),
-    "prefix_offload_saved_bytes": ("of blocks that were offloaded", lambda s: s.saved_bytes),
+    "prefix_offload_saved_blocks": ("offloaded blocks", lambda s: s.saved_blocks),
+    "prefix_offload_saved_bytes": ("bytes of offloaded blocks", lambda s: s.saved_bytes),
     "prefix_offload_restored_blocks": (
-        "offloaded blocks that came back to the device",
+        "restored blocks",
         lambda s: s.restored_blocks,
     ),
-    "prefix_offload_restored_bytes": ("of blocks that came back", lambda s: s.restored_bytes),
+    "prefix_offload_restored_bytes": ("bytes of restored blocks", lambda s: s.restored_bytes),
     "prefix_offload_lost_blocks": (
-        "offloaded blocks that were damaged or had gone",
+        "offloaded blocks that were damaged or missing",
         lambda s: s.lost_blocks,
     ),
     "compilations": ("programs compiled, or found on disk", lambda s: s.compilations),
@@ -92,7 +95,7 @@ class Metrics:
         }
         self.success = Counter(
             "jinfer:request_success",
-            "answers by why they ended",
+            "answers by finish reason",
             [_LABEL, "finished_reason"],
             registry=self.registry,
         )
@@ -104,16 +107,16 @@ class Metrics:
         )
         self.lag = Histogram(
             "jinfer:event_loop_lag_seconds",
-            "that whatever waits for the event loop waits too long",
+            "delay of the event loop",
             registry=self.registry,
             buckets=_LAGS,
         )
         self.slowest = Gauge(
             "jinfer:event_loop_lag_max_seconds",
-            "the longest such time so far",
+            "longest delay of the event loop",
             registry=self.registry,
         )
-        self.tasks = Gauge("jinfer:tasks", "of the event loop", registry=self.registry)
+        self.tasks = Gauge("jinfer:tasks", "tasks of the event loop", registry=self.registry)
         self.registry.register(_StatsCollector(self))
 
     async def watch_loop(self) -> None:
@@ -129,15 +132,15 @@ class Metrics:
             self.tasks.set(len(asyncio.all_tasks()))
 
     def text(self) -> bytes:
-        """Metrics in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def keep_totals(self, model: str, last: Stats) -> None:
-        """Keep the counts of an unloaded model, so that counters never decrease."""
+        """Keep the totals of an unloaded model, so that counters never decrease."""
         self._before[model] = self._summed(model, last)
 
     def totals(self) -> dict[str, Stats]:
-        """The statistics of each model, including its earlier loads."""
+        """Return the statistics of each model, including its earlier loads."""
         return self._before | {name: self._summed(name, s) for name, s in self.stats().items()}
 
     def _summed(self, model: str, now: Stats) -> Stats:
@@ -179,7 +182,7 @@ class _StatsCollector(Collector):
 
 @dataclass
 class RequestTimer:
-    """Measures the latencies of one request's answers: time to first token, time per output token.
+    """Measures latencies of a request's answers: time to first token, time per output token.
 
     Attributes:
         metrics: receives the measurements.
@@ -214,7 +217,7 @@ class RequestTimer:
             self.reasons[index] = chunk.finish_reason
 
     def seconds(self, index: int) -> tuple[float, float]:
-        """Seconds to an answer's first token, and from there to its latest token."""
+        """Return the seconds to an answer's first token, and from there to its latest token."""
         now = time.perf_counter()
         begun, first = self._begun.get(index, now), self._first.get(index, now)
         return first - begun, self._last.get(index, first) - first
@@ -229,7 +232,7 @@ class RequestTimer:
         self.metrics.success.labels(self.model, self.reasons.get(index, "stop")).inc()
 
     def abort(self, index: int) -> None:
-        """Record an answer whose client has gone."""
+        """Record an answer whose client disconnected."""
         self.reasons[index] = "abort"
         self.metrics.success.labels(self.model, "abort").inc()
 

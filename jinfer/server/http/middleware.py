@@ -42,7 +42,7 @@ class RequestMiddleware:
 
         Args:
             public: methods and paths that need no API key.
-            errors: how each path writes errors.
+            errors: error format of each path.
         """
         self.app, self.settings, self.metrics = app, settings, metrics
         self._errors = errors
@@ -84,7 +84,7 @@ class RequestMiddleware:
             else:
                 await self.app(scope, receive, noted)
         # Health checks come every few seconds, and page assets by the dozen.
-        # A model's own process logs what it has answered.
+        # A model's own process logs the requests that it answers.
         quiet = notes.pop("elsewhere", False) or open_to_all
         usual = logging.DEBUG if quiet else logging.INFO
         self._count(scope, notes, time.perf_counter() - begun, usual)
@@ -131,7 +131,7 @@ def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None
 
 @cache
 def _tracer() -> Any:
-    """The tracer of the application's provider; None without the package."""
+    """Return the tracer of the application's provider; None without the package."""
     if importlib.util.find_spec("opentelemetry") is None:
         return None
     from opentelemetry import trace
@@ -141,7 +141,7 @@ def _tracer() -> Any:
 
 @contextlib.contextmanager
 def span(name: str, headers: Mapping[str, str], notes: dict[str, Any]) -> Iterator[None]:
-    """A span of a request, a child of the one in its headers (traceparent).
+    """Trace a request in a span, a child of the span in its headers (traceparent).
 
     Args:
         notes: attributes set at the end; only numbers and strings are recorded.

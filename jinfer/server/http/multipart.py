@@ -1,6 +1,6 @@
 """Multipart bodies (multipart/form-data, RFC 7578), parsed piece by piece and bounded.
 
-Short fields stay in memory; the one file goes where the caller says, as it comes.
+Short fields stay in memory; the file is written piece by piece to a given sink.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_PARTS = 32
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary in a Content-Type header. Raises `ApiError`."""
+    """Return the boundary of a Content-Type header. Raises `ApiError`."""
     head = HeaderParser().parsestr(f"Content-Type: {content_type}")
     boundary = head.get_boundary("")
     if head.get_content_type() != "multipart/form-data" or not 0 < len(boundary) <= 70:
@@ -33,12 +33,12 @@ class MultipartParser:
     """Parses a body.
 
     Attributes:
-        boundary: what stands between its parts.
-        file: the name of the field that is a file.
-        sink: opens where the file goes.
+        boundary: separator of the parts.
+        file: name of the field with the file.
+        sink: opens the destination of the file.
         fields: the short fields by name.
-        filename: the file's name; None before it has come.
-        ended: whether the last boundary has come.
+        filename: name of the file; None before it is known.
+        ended: whether the last boundary was read.
     """
 
     boundary: bytes
@@ -50,17 +50,17 @@ class MultipartParser:
 
     def __post_init__(self) -> None:
         self._delimiter = b"\r\n--" + self.boundary
-        self._buffer = bytearray(b"\r\n")  # so that the first boundary stands at a line's start
-        self._name: str | None = None  # of the part whose content comes
+        self._buffer = bytearray(b"\r\n")  # so that the first boundary follows a line break
+        self._name: str | None = None  # of the part whose content is being read
         self._in_head = False
         self._value = bytearray()
         self._open: BinaryIO | None = None
         self._parts = 0
 
     def push(self, data: bytes) -> None:
-        """Parse a piece. Raises `ApiError` for what is wrong or too long."""
+        """Parse a piece. Raises `ApiError` for invalid or too long parts."""
         if self.ended:
-            return  # an epilogue means nothing
+            return  # ignore the epilogue
         self._buffer += data
         while not self.ended and (self._head() if self._in_head else self._content()):
             pass
@@ -78,7 +78,7 @@ class MultipartParser:
             self._open = None
 
     def _content(self) -> bool:
-        """Take a part's content up to the next boundary; False: more has to come."""
+        """Read a part's content up to the next boundary; return False if more data is needed."""
         place = self._buffer.find(self._delimiter)
         if place < 0:
             self._take(max(0, len(self._buffer) - len(self._delimiter) + 1))
@@ -98,7 +98,7 @@ class MultipartParser:
         return True
 
     def _take(self, count: int) -> None:
-        """Move so many bytes of the buffer to where the part goes."""
+        """Move `count` bytes of the buffer to the part."""
         if self._open is not None:
             self._open.write(self._buffer[:count])
         elif self._name is not None:
@@ -117,7 +117,7 @@ class MultipartParser:
         self._name, self._value = None, bytearray()
 
     def _head(self) -> bool:
-        """Read a part's headers; False: more has to come."""
+        """Read a part's headers; return False if more data is needed."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0 or end > _HEAD_BYTES:
             if len(self._buffer) > _HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""Query parameters: the table of all, and how a request's are read and checked."""
+"""Query parameters: the table of all, with functions that read and check them."""
 
 from __future__ import annotations
 
@@ -13,55 +13,58 @@ MAX_LISTED = 10_000
 QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
     "model": {
         "schema": {"type": "string"},
-        "description": "one of the models; the first if not given",
+        "description": "name of a model; default: the first",
     },
     "action": {
         "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
-        "description": "what is done with what is cached of a slot",
+        "description": "action on the cache of a slot",
     },
     "each": {
         "name": "model",
         "schema": {"type": "string"},
-        "description": "one of the models; all if not given",
+        "description": "name of a model; default: all",
     },
     "level": {
         "schema": {"type": "string", "enum": ["1", "2"]},
-        "description": "1: the KV cache is freed; 2: the weights too",
+        "description": "1: free the KV cache; 2: also the weights",
     },
     "reload": {
         "schema": {"type": "string", "enum": ["true", "1", "false", "0"]},
-        "description": "true, or 1: models that have come or gone are looked for",
+        "description": "true or 1: look for new and removed models",
     },
-    "after": {"schema": {"type": "string"}, "description": "the id that the page begins after"},
+    "after": {"schema": {"type": "string"}, "description": "id before the first item of the page"},
     "limit": {
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
-        "description": "how many at most",
+        "description": "maximum number of items",
     },
     "order": {
         "schema": {"type": "string", "enum": ["asc", "desc"]},
         "description": "by time of creation",
     },
     "purpose": {"schema": {"type": "string"}, "description": "only files of this purpose"},
-    "stream": {"schema": {"type": "boolean"}, "description": "the events of the answer"},
+    "stream": {
+        "schema": {"type": "boolean"},
+        "description": "true: stream the events of the answer",
+    },
     "starting_after": {
         "schema": {"type": "integer", "minimum": 0},
-        "description": "the number of the event that the stream goes on after",
+        "description": "number of the event before the first streamed event",
     },
     "conv_id": {
         "schema": {"type": "string"},
         "required": True,
-        "description": "what X-Conversation-Id named",
+        "description": "id of the conversation, as in X-Conversation-Id",
     },
     "from": {
         "schema": {"type": "integer", "minimum": 0},
-        "description": "the byte that the stream goes on from; instead: the header Last-Event-ID",
+        "description": "first byte of the stream; alternatively the header Last-Event-ID",
     },
 }
 PAGE = ("after", "limit", "order")
 
 
 def query_value(request: Request, name: str, default: Any = None) -> Any:
-    """A query parameter of a request, converted. Raises `ApiError` for what its schema forbids."""
+    """Return a converted query parameter. Raises `ApiError` for values that its schema forbids."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -87,10 +90,10 @@ def query_value(request: Request, name: str, default: Any = None) -> Any:
 
 
 def last_event_id(request: Request) -> int | None:
-    """The number of the last event that a client has seen, as a browser's EventSource names it.
+    """Return the number of the last event that a client has seen (Last-Event-ID).
 
     Raises:
-        ApiError: it is no number.
+        ApiError: not a number.
     """
     text = request.headers.get("last-event-id")
     if not text:
@@ -103,14 +106,14 @@ def last_event_id(request: Request) -> int | None:
 def listed_page(
     request: Request, items: Sequence[dict[str, Any]], limit: int = 20
 ) -> dict[str, Any]:
-    """A page of a list, as `after`, `limit` and `order` ask for it (newest first by default).
+    """Return a page of a list, by `after`, `limit` and `order` (default: newest first).
 
     Args:
         items: objects with an `id`, oldest first.
-        limit: how many, if the request does not say.
+        limit: default number of items.
 
     Raises:
-        ApiError: a parameter that cannot be, or an `after` that is not in the list.
+        ApiError: an invalid parameter, or an `after` that is not in the list.
     """
     after, order = query_value(request, "after"), query_value(request, "order", "desc")
     limit = query_value(request, "limit", limit)
@@ -118,7 +121,7 @@ def listed_page(
     if after is not None:
         place = next((i for i, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise invalid_request(f"nothing in the list has the id {after[:80]!r}", "after")
+            raise invalid_request(f"no item in the list has the id {after[:80]!r}", "after")
         items = items[place + 1 :]
     shown = items[:limit]
     return {

@@ -28,12 +28,12 @@ _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 @dataclass(eq=False)
 class UnfinishedBody:
-    """A body of which a part has come, in memory.
+    """A partly received body, in memory.
 
     Attributes:
-        address: of its client, as `client_address` gives it.
-        deadline: when it has to be whole.
-        displaced: whether the memory was needed by others.
+        address: the client's, from `client_address`.
+        deadline: time limit of the body.
+        displaced: whether other requests needed the memory.
     """
 
     address: str
@@ -53,10 +53,10 @@ async def read_body(
     """Read the body of a request.
 
     Args:
-        bodies: bytes of the bodies that are being read.
+        bodies: shares of the bodies that are being read.
 
     Raises:
-        ApiError: it is too long, compressed, or does not arrive in time.
+        ApiError: the body is too long, compressed, or late.
         ClientDisconnect: the client has disconnected.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
@@ -84,8 +84,8 @@ async def read_body(
                 bodies.take(unfinished, len(part))
     except TimeoutError:
         late = f"within {settings.body_seconds:g} seconds"
-        why = "before its memory was needed for others" if unfinished.displaced else late
-        message = f"the body did not come {why}"
+        why = "before other requests needed its memory" if unfinished.displaced else late
+        message = f"the body did not arrive {why}"
         raise ApiError(408, message, headers={"connection": "close"}) from None
     finally:
         bodies.release(unfinished)
@@ -98,7 +98,7 @@ async def read_body(
 def _encoded(name: str) -> ApiError:
     return ApiError(
         415,
-        f"a body in the encoding {name[:40]!r} is not read here; send it without Content-Encoding",
+        f"the server does not read the encoding {name[:40]!r}; send it without Content-Encoding",
         code="unsupported_encoding",
         headers={"accept-encoding": "identity", "connection": "close"},
     )
@@ -117,7 +117,7 @@ def parse_body[B: BaseModel](data: bytes, model: type[B]) -> B:
     if not isinstance(value, dict):
         raise invalid_request("the body must be a JSON object", code="invalid_json")
     if model.model_config.get("extra") == "forbid":
-        # One error is enough; collecting all of them would take long.
+        # A single error is enough; collecting all of them would take long.
         names = _names(model)
         sent = (name for name, item in value.items() if item is not None)
         if (unknown := next((name for name in sent if name not in names), None)) is not None:
@@ -150,7 +150,7 @@ def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
 
 
 def _first_error(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
-    """The error for the first wrong field, over all alternatives of a union."""
+    """Create the error for the first wrong field, over all alternatives of a union."""
     found: dict[str, list[str]] = {}
     kinds: dict[str, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
@@ -159,7 +159,8 @@ def _first_error(error: ValidationError, value: Any, model: type[BaseModel]) -> 
         texts = found.setdefault(place, [])
         if detail["msg"] not in texts:
             texts.append(detail["msg"])
-    # In a union, the deepest error is the relevant one: the others are alternatives not meant.
+    # In a union, the deepest error is relevant: the others are alternatives that the client did not
+    # mean.
     place = next(iter(found))
     deeper = [other for other in found if other.startswith(f"{place}.")]
     place = deeper[0] if deeper else place
@@ -182,7 +183,7 @@ def _names(model: type[BaseModel]) -> Mapping[str, None]:
 
 
 def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
-    """The path to a field, without the steps that name an alternative of a union.
+    """Return the path to a field, without steps that name an alternative of a union.
 
     Args:
         named: whether the last step is a field that is missing or forbidden.

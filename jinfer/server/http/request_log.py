@@ -15,7 +15,7 @@ import orjson
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 _REQUEST = {"method", "path", "status"}
-# Field names of a request's line in a terminal -> attribute of the log record.
+# Field name in a terminal -> attribute of the log record.
 _SHORT = {
     "seconds": "seconds",
     "prompt": "prompt_tokens",
@@ -59,7 +59,7 @@ class PlainLines(logging.Formatter):
 
 
 def _request(fields: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """A request in a few columns; its id, for correlating logs, only for server errors."""
+    """Format a request in a few columns, with its id for server errors only."""
     more = dict(fields)
     method, path, status = (more.pop(name) for name in ("method", "path", "status"))
     if not isinstance(status, int) or status < HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -26,7 +26,7 @@ class Ignored:
     """Marks a field that has no effect; see `jinfer.server.http.ignored_fields`.
 
     Attributes:
-        reason: the reason, as the error of a strict server says it.
+        reason: the reason, for the error of a strict server.
         allowed: values that ask for the default behaviour, which are not reported.
     """
 
@@ -75,7 +75,7 @@ class RequestModel(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describe that unknown fields may be null, too."""
+        """Describe that unknown fields may be null."""
         described = handler(schema)
         fields = handler.resolve_ref_schema(described)
         if fields.get("additionalProperties") is False:
@@ -94,7 +94,7 @@ class RequestModel(BaseModel):
         return value
 
     def given_fields(self) -> dict[str, Any]:
-        """The fields that were sent and are not null."""
+        """Return the fields that were sent and are not null."""
         fields = [name for name in type(self).model_fields if name in self.model_fields_set]
         sent = {name: getattr(self, name) for name in fields}
         return {name: value for name, value in sent.items() if value is not None}
@@ -103,25 +103,25 @@ class RequestModel(BaseModel):
 class ReplayedModel(RequestModel):
     """A part of a conversation that may be an earlier answer, of any server.
 
-    Extra fields which that server added, and the client sent back, are ignored and reported.
+    Extra fields that another server added are ignored and reported.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def was_answer(self) -> bool:
-        """Whether it is an earlier answer, so that unknown fields are allowed."""
+        """Return whether the part is an earlier answer, which may have unknown fields."""
         return True
 
 
 class OtherTool(BaseModel):
-    """A tool that is not a function, which this server cannot run."""
+    """A tool other than a function, which the server cannot run."""
 
     model_config = ConfigDict(extra="allow")
 
     type: Annotated[
         str,
-        Ignored("only functions can be called"),
+        Ignored("the model can call functions only"),
         Field(json_schema_extra={"not": {"const": "function"}}),
     ]
 
@@ -170,7 +170,7 @@ def rejected_field(why: str, *neutral: Any) -> BeforeValidator:
 
 
 def json_text(value: Any) -> Any:
-    """The JSON text of an object, which some clients send in place of the text."""
+    """Convert an object to its JSON text: some clients send the object."""
     if not isinstance(value, dict):
         return value
     try:
@@ -182,14 +182,14 @@ def json_text(value: Any) -> Any:
 JsonText = Annotated[str, BeforeValidator(json_text)]
 Ids = list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
-# A list that mixes texts and ids is one prompt, as in llama.cpp.
+# A list that mixes texts and ids is a single prompt, as in llama.cpp.
 MixedPrompts = str | list[str | int] | list[str | list[str | int]]
 
 
 class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
-    include_usage: bool | None = Field(None, description="one more chunk, with the usage")
+    include_usage: bool | None = Field(None, description="adds a chunk with the usage")
     continuous_usage_stats: bool | None = Field(None, description="usage in every chunk (vLLM)")
     include_obfuscation: Annotated[bool | None, Ignored("events are not padded", (False,))] = Field(
         None, description="true changes nothing"
@@ -220,7 +220,7 @@ class TokenUsage(BaseModel):
 
 
 class Timings(BaseModel):
-    """llama.cpp's timings of one answer."""
+    """llama.cpp's timings of an answer."""
 
     cache_n: int
     prompt_n: int

@@ -30,10 +30,10 @@ class ModelSource:
         name: the name that requests use.
         path: a source as `LLM` takes it.
         overrides: keys of its specification.
-        aliases: other names of it.
-        on_demand: it is loaded by the first request for it, rather than when the server starts.
-        pinned: it does not leave memory by itself.
-        idle_unload: seconds without requests after which it leaves; None: as the server says.
+        aliases: other names.
+        on_demand: whether the first request loads the model, rather than the server's start.
+        pinned: whether the model always stays in memory.
+        idle_unload: seconds without requests until it is unloaded; None: the server's setting.
     """
 
     name: str
@@ -81,43 +81,42 @@ class ServerSettings:
 
     Attributes:
         keys: API keys, any of which is accepted; empty: no key is needed.
-        max_body: bytes of a request body, at most.
-        body_seconds: seconds that a client may take to send a request body.
-        send_seconds: seconds that a client may take to read a piece of its response.
-        timeout: seconds that an answer may take; 0: any time.
-        ping: seconds of silence after which a stream sends a comment (keep-alive).
+        max_body: maximum bytes of a request body.
+        body_seconds: time limit for receiving a body, in seconds.
+        send_seconds: time limit for a client to read a piece, in seconds.
+        timeout: time limit of an answer, in seconds; 0: none.
+        ping: seconds of silence until a stream sends a comment.
         retry_after: the Retry-After header of refused requests, in seconds.
-        max_prompts: prompts of one request, at most.
-        log_prompts: log prompts and answers, too.
-        request_templates: requests may have chat templates of their own.
-        strict: refuse fields without effect, and unknown models.
-        max_loaded: models in memory at a time; the least recently used is unloaded. By default all
-            that are loaded at the start, and four where models are loaded on demand.
-        model_wait: seconds that a request may wait until its model fits into memory; 0: none.
-        autoload: a request loads the model that it names.
-        idle_unload: seconds without requests after which a model is unloaded.
-        idle_sleep: seconds without requests after which a model sleeps, without its weights and
-            cache.
+        max_prompts: maximum number of prompts in a request.
+        log_prompts: log prompts and answers.
+        request_templates: allow requests to have their own chat templates.
+        strict: reject fields without effect, and names of models that are not served.
+        max_loaded: maximum number of models in memory; the least recently used is unloaded;
+            default: all models of the start, and at least four with models on demand.
+        model_wait: seconds that a request waits for its model to be loaded; 0: none.
+        autoload: requests load their model.
+        idle_unload: seconds without requests until a model is unloaded.
+        idle_sleep: seconds without requests until a model sleeps: weights and KV cache are freed.
         warm_up: whether all programs are compiled in the background.
         cors: an origin that browsers may call from (CORS); * for any.
-        page: serve a page at / to chat and to see what the engine does.
-        runtime_adapters: requests may load and unload LoRA adapters.
-        slot_save_path: a folder in which requests may save the KV cache of a slot.
-        files_dir: a folder for files and batches (/v1/files, /v1/batches).
-        max_file: bytes of an uploaded file, at most.
-        max_files: bytes of all files, at most.
-        responses_dir: a folder for stored responses; without it they are kept in memory.
-        max_responses: stored responses, the oldest of which is removed; 0: none is stored.
-        responses_bytes: bytes of all stored responses, at most.
-        responses_seconds: age at which a stored response is removed.
-        template_variables: variables of chat templates, as JSON; those of requests override them.
+        page: serve a web page at / with a chat and the engine's state.
+        runtime_adapters: allow requests to load and unload LoRA adapters.
+        slot_save_path: folder in which requests may save the caches of slots.
+        files_dir: folder of files and batches (/v1/files, /v1/batches).
+        max_file: maximum bytes of an uploaded file.
+        max_files: maximum bytes of all files.
+        responses_dir: folder of stored responses; default: in memory.
+        max_responses: maximum number of stored responses; 0: none.
+        responses_bytes: maximum bytes of all stored responses.
+        responses_seconds: age at which a stored response is removed, in seconds.
+        template_variables: default variables of chat templates, as JSON.
         logits_processors: functions that requests may name.
-        allow_inspection: requests may capture, steer and edit activations.
+        allow_inspection: allow requests to capture, steer and edit activations.
         inspection_bytes: bytes of activations that a request may capture, and of the steering
             vectors that are kept for a model.
-        model_processes: whether models that are loaded beside others have processes of their own.
-        is_worker: whether this is such a process.
-        log: arguments of `request_log.set_up_logging` for such processes.
+        model_processes: whether models that are loaded later have their own processes.
+        is_worker: whether this process is a model process.
+        log: arguments of `request_log.set_up_logging` for model processes.
     """
 
     keys: tuple[str, ...] = ()

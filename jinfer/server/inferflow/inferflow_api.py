@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
@@ -30,6 +29,7 @@ from jinfer.server.http.http_responses import (
     dumps,
 )
 from jinfer.server.models.served_model import ServedModel
+from jinfer.template.chat_prompt import Conversation
 
 
 class InferflowRequest(SamplingFields):
@@ -38,16 +38,16 @@ class InferflowRequest(SamplingFields):
     text: str
     model: str | None = None
     system_prompt: str | None = None
-    res_prefix: str | None = Field(None, description="what the answer begins with")
+    res_prefix: str | None = Field(None, description="beginning of the answer")
     encoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
+        None, description="only with --request-chat-templates"
     )
     decoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
+        None, description="only with --request-chat-templates"
     )
     decoding_alg: str | dict[str, Any] | None = None
-    random_seed: int | None = Field(None, description="0: a new one")
-    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="true if not given")
+    random_seed: int | None = Field(None, description="0: random")
+    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="default: true")
     max_output_len: int | None = None
     max_new_tokens: int | None = None
     header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
@@ -73,15 +73,15 @@ async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse |
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
     if (body.n or 1) > 1:
-        raise unsupported_field("one answer is given", "n")
+        raise unsupported_field("this route returns a single answer", "n")
     if body.prompt_logprobs is not None:
-        raise unsupported_field("no log-probabilities are given here", "prompt_logprobs")
+        raise unsupported_field("this route does not return log-probabilities", "prompt_logprobs")
     reject_fields(
         body,
-        n_probs="no log-probabilities are given here",
-        return_token_ids="no ids are given here",
-        timings_per_token="no timings are given here",
-        return_progress="nothing is told of the prompt here",
+        n_probs="this route does not return log-probabilities",
+        return_token_ids="this route does not return token ids",
+        timings_per_token="this route does not return timings",
+        return_progress="this route does not report progress",
         capture=NO_CAPTURE,
     )
     user = (body.header or {}).get("user")
@@ -117,9 +117,7 @@ def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> l
     conversation = _conversation(request, model)
     if not conversation.has_template:
         if body.system_prompt:
-            raise invalid_request(
-                "the model has no prompt format with a system prompt", "system_prompt"
-            )
+            raise invalid_request("the model's prompt format has no system prompt", "system_prompt")
         ids = session.encode(body.text + (body.res_prefix or ""))
     else:
         messages = [{"role": "user", "content": body.text}]
@@ -134,24 +132,24 @@ def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> l
 
 
 def _conversation(request: RequestContext[InferflowRequest], model: ServedModel) -> Conversation:
-    """The model's prompt format, or the one in the request."""
+    """Return the prompt format of the request, or else of the model."""
     body, conversation = request.body, model.session.opened.conversation
     cross = model.session.engine.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own
     if getattr(body, other) is not None:
-        raise unsupported_field("the model has no place for it", other)
+        raise unsupported_field("the model does not use this template", other)
     template = getattr(body, own)
     if template is None:
         return conversation
     if not request.service.settings.request_templates:
-        raise ApiError(403, "templates of requests are not allowed here", param=own)
+        raise ApiError(403, "the server does not allow templates in requests", param=own)
     return replace(conversation, prompt=replace(conversation.prompt, template=template), jinja=None)
 
 
 async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
-    """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
+    """Yield the chunks, each followed by an empty line; the last chunk has `is_end`."""
     begun = time.perf_counter()
     async with request.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
         async for batch in pieces:

@@ -1,4 +1,4 @@
-"""llama.cpp API: /completion, and /props and /slots, which its clients query."""
+"""llama.cpp completion: /completion, /infill, and /props, which clients query."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class LlamaRequest(SamplingFields):
     model: str | None = None
     stream: bool | None = None
     return_tokens: bool | None = None
-    response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
+    response_fields: list[str] | None = Field(None, description="returned fields; a/b means b in a")
 
 
 class ExtraFile(base.RequestModel):
-    """Another file of the repository."""
+    """Another file, as context."""
 
     text: str
     filename: str | None = None
 
 
 class InfillRequest(LlamaRequest):
-    """A request to /infill: what belongs between two texts."""
+    """A request to /infill: the text between a prefix and a suffix."""
 
     input_prefix: str
     input_suffix: str
-    prompt: LlamaPrompt = Field("", description="follows input_prefix")
+    prompt: LlamaPrompt = Field("", description="text after input_prefix")
     input_extra: list[ExtraFile] | None = Field(None, max_length=base.MAX_ITEMS)
 
 
@@ -119,12 +119,12 @@ async def answer_prompts(
     body = request.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
-        raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
-    reject_fields(body, return_token_ids="ids are given with return_tokens", capture=NO_CAPTURE)
+        raise unsupported_field("use /v1/completions", "prompt_logprobs")
+    reject_fields(body, return_token_ids="use return_tokens", capture=NO_CAPTURE)
     if body.stream:
         return StreamedResponse(_stream_events(request, prepare))
     async with request.running(prepare) as (model, run):
-        answer = _LlamaAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         whole = [
             (i, completion)
             for i, group in enumerate(await run.completions())
@@ -150,21 +150,21 @@ def prepare_llama(
     sampling: RequestOptions,
     param: str = "prompt",
 ) -> list[PromptRequests]:
-    """The engine requests of prompts. Raises `ApiError`."""
+    """Prepare the engine requests of prompts. Raises `ApiError`."""
     timeout = request.service.settings.timeout
     return [prepare_prompt(session, ids, sampling, param=param, timeout=timeout) for ids in prompts]
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
-    """A prompt in the format of the other routes."""
+    """Convert a prompt to the format of the other routes."""
     if isinstance(prompt, list):
         return [part.prompt_string if isinstance(part, LlamaText) else part for part in prompt]
     return prompt.prompt_string if isinstance(prompt, LlamaText) else prompt
 
 
 @dataclass
-class _LlamaAnswers:
-    """A llama.cpp completion request that is being answered."""
+class _CompletionFormatter:
+    """Formats the answers to a completion request."""
 
     request: RequestContext[LlamaRequest]
     model: ServedModel
@@ -172,11 +172,11 @@ class _LlamaAnswers:
 
     @property
     def single(self) -> bool:
-        """Whether there is a single answer, which is then not in a list."""
+        """Whether the request has a single answer, which is returned without a list."""
         return is_single_prompt(_plain(self.request.body.prompt)) and len(self.run.prepared) == 1
 
     def body(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
-        """The response body of one answer."""
+        """Return the response body of an answer."""
         shown = {
             "index": index,
             "content": answer.text,
@@ -188,7 +188,7 @@ class _LlamaAnswers:
         return self._selected(shown)
 
     def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """Only the requested response fields."""
+        """Select the requested response fields."""
         paths = self.request.body.response_fields
         if not paths:
             return shown
@@ -202,13 +202,13 @@ class _LlamaAnswers:
         return selected
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
-        """Log-probabilities in llama.cpp's format; those after the samplers as probabilities."""
+        """Convert log-probabilities to llama.cpp's format."""
         name = "top_probs" if self.request.body.post_sampling_probs else "top_logprobs"
         tops = [[*map(self._entry, self._top(entry))] for entry in entries]
         return [{**self._entry(entry), name: top} for entry, top in zip(entries, tops, strict=True)]
 
     def _top(self, entry: TokenLogprob) -> list[TokenLogprob]:
-        """The likeliest tokens, of those that could be drawn."""
+        """Return the likeliest tokens that could be sampled."""
         after = self.request.body.post_sampling_probs
         return [token for token in entry.top if not after or token.logprob > -math.inf]
 
@@ -225,7 +225,7 @@ class _LlamaAnswers:
         }
 
     def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """A streamed chunk other than the last."""
+        """Return a streamed chunk other than the last."""
         self.run.mark_shown(index, chunk)
         so_far = self.run.shown_usage(index)
         shown = {
@@ -242,7 +242,7 @@ class _LlamaAnswers:
         return shown | self._timings(index)
 
     def progress(self, *, first: bool) -> list[bytes]:
-        """Prefill progress events; see `RequestRunner.progress`."""
+        """Return prefill progress events; see `RequestRunner.progress`."""
         shown = {"content": "", "tokens": [], "stop": False}
         return [
             sse_event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
@@ -250,7 +250,7 @@ class _LlamaAnswers:
         ]
 
     def _timings(self, index: int) -> dict[str, Any]:
-        """The timings so far, if requested."""
+        """Return the timings so far, if requested."""
         if not self.request.body.timings_per_token:
             return {}
         return {"timings": usage.llamacpp_timings(self.run.shown_usage(index))}
@@ -259,9 +259,9 @@ class _LlamaAnswers:
 async def _stream_events(
     request: RequestContext[LlamaRequest], prepare: Prepare
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events of a stream; the last one of an answer has its statistics."""
+    """Yield the server-sent events of a stream; the last event of an answer has its statistics."""
     async with request.running(prepare) as (model, run):
-        answer = _LlamaAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         chunks: list[list[Chunk]] = [[] for _ in run.prepared]
         ended: set[int] = set()
         async with contextlib.aclosing(run.chunks()) as pieces:
@@ -278,8 +278,8 @@ async def _stream_events(
         yield b"".join(_end(answer, index, chunks[index]) for index in left)
 
 
-def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
-    """The final event of an answer; its text came in the events before."""
+def _end(answer: _CompletionFormatter, index: int, chunks: list[Chunk]) -> bytes:
+    """Format the final event of an answer, without its text."""
     run = answer.run
     whole = answer.body(index, run.owners[index], completion(chunks, run.usages[index]))
     empty: dict[str, Any] = {"content": "", "tokens": []}
@@ -288,9 +288,9 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
 
 
 async def props(request: RequestContext[Any]) -> HttpResponse:
-    """Properties of a model, as llama.cpp's /props."""
+    """Describe a model, as llama.cpp's /props."""
     name = request.http.query_params.get("model")
-    async with request.service.models.see(name) as model:
+    async with request.service.models.peek(name) as model:
         session, opened = model.session, model.session.opened
         tokenizer = opened.tokenizer
         names = {}
@@ -319,9 +319,9 @@ _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields
 
 
 async def infill(request: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
-    """Handle a request to fill in what belongs between two texts."""
+    """Handle a request to fill in the middle of a text."""
     if not isinstance(request.body.prompt, str):
-        raise invalid_request("it is a text, which follows input_prefix", "prompt")
+        raise invalid_request("it must be a text, which follows input_prefix", "prompt")
     return await answer_prompts(request, _prepare_infill)
 
 
@@ -331,8 +331,7 @@ def _prepare_infill(
     body, session = request.body, model.session
     sampling = request_options(body, session, LLAMA_CPP, None, _INFILL_ROUTE)
     files = [(file.filename or "file", file.text) for file in body.input_extra or ()]
-    # Editors send whole files: what the context has no room for is left out, but room for an
-    # answer.
+    # Editors send whole files: they are truncated to the context, with room for an answer.
     context = session.opened.context
     answer = min(sampling.params.max_tokens or context // 4, context // 2)
     try:
@@ -350,7 +349,7 @@ def _prepare_infill(
 
 
 class Props(ResponseModel):
-    """Properties of a model, as llama.cpp's /props."""
+    """Describe a model, as llama.cpp's /props."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int

@@ -1,4 +1,4 @@
-"""llama.cpp's own format of an answer: that of /completion, and beside OpenAI's if asked for."""
+"""llama.cpp response: the format of /completion, and of `__verbose` in OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.models.served_model import ServedModel
 
 
-def native_answer(
+def llamacpp_response(
     model: ServedModel, job: PromptRequests, answer: Completion, index: int
 ) -> dict[str, Any]:
-    """A whole answer.
+    """Return a whole answer.
 
     Args:
-        index: its place among the request's answers.
+        index: number of the answer within the request.
     """
     content = {"index": index, "content": answer.text, "tokens": answer.token_ids}
     return content | statistics(model, job, answer)
 
 
 def statistics(model: ServedModel, job: PromptRequests, answer: Completion) -> dict[str, Any]:
-    """What is said of an answer beside its text."""
+    """Return an answer's statistics and settings."""
     used, tokenizer = answer.usage, model.llm.tokenizer
     text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
     kind, word = _stopped(answer)
@@ -48,25 +48,25 @@ def statistics(model: ServedModel, job: PromptRequests, answer: Completion) -> d
 
 
 def slot_of(job: PromptRequests) -> int:
-    """The slot that a request names; -1: none."""
+    """Return the slot of a request; -1: not set."""
     return -1 if job.options.slot is None else job.options.slot
 
 
 def _stopped(answer: Completion) -> tuple[str, str]:
-    """The stop type of an answer, and the stop text that it ended with."""
+    """Return the stop type of an answer, and its stop text."""
     if answer.finish_reason == "length":
         return "limit", ""
     return "word" if answer.stop_string else "eos", answer.stop_string
 
 
 def _is_at_context(model: ServedModel, answer: Completion) -> bool:
-    """Whether the context was full, and not the request's own limit reached."""
+    """Return whether the answer filled the context."""
     tokens = answer.usage.prompt_tokens + len(answer.token_ids)
     return answer.finish_reason == "length" and tokens >= model.session.opened.context
 
 
 def generation_settings(model: ServedModel, job: PromptRequests) -> dict[str, Any]:
-    """The generation settings of a request, under llama.cpp's names and jinfer's."""
+    """Return the generation settings of a request, under llama.cpp's and jinfer's names."""
     params = job.options.params
     return {
         "seed": -1,
@@ -75,14 +75,14 @@ def generation_settings(model: ServedModel, job: PromptRequests) -> dict[str, An
         "n_probs": params.logprobs or 0,
         "repeat_penalty": params.repetition_penalty,
         "repeat_last_n": params.penalty_last_n,
-        "adaptive_target": -1.0,  # none: there is no such sampler
+        "adaptive_target": -1.0,  # off: there is no such sampler
         "adaptive_decay": 0.9,
         "logit_bias": _biases(model, params),
     }
 
 
 def _biases(model: ServedModel, params: SamplingParams) -> list[dict[str, Any]]:
-    """What is added to logits; null: the token does not come."""
+    """Return the logit biases; null: the token is banned."""
     tokenizer = model.llm.tokenizer
     known = dict(params.logit_bias or ())
     if params.ignore_eos and tokenizer is not None:
@@ -94,5 +94,5 @@ def _biases(model: ServedModel, params: SamplingParams) -> list[dict[str, Any]]:
 
 
 def set_parameters(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that have a value."""
+    """Return the parameters with a value."""
     return {name: value for name, value in asdict(params).items() if value not in (None, ())}

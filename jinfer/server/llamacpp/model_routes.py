@@ -1,4 +1,4 @@
-"""Routes that load and unload models (llama.cpp's router) and let them sleep (vLLM)."""
+"""Model routes: load and unload models, and list LoRA adapters (llama.cpp)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jinfer.server.http.schema_base import RequestModel, ResponseModel
 class ModelChoice(RequestModel):
     """A request to load or unload a model (llama.cpp)."""
 
-    model: str = Field(description="one of the models")
+    model: str = Field(description="name of a model")
 
 
 class Success(ResponseModel):
-    """It was done."""
+    """The model was loaded or unloaded."""
 
     success: bool
 
@@ -27,14 +27,14 @@ _DONE = {"success": True}
 
 
 async def load_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Load a model, or wakes it, and answers when it is there."""
+    """Load or wake a model, and answer when it is loaded."""
     model = await request.service.models.load(request.body.model)
     request.note(model=model.name)
     return HttpResponse(_DONE)
 
 
 async def unload_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Unload a model, and answers when the requests that use it have ended and it has left."""
+    """Unload a model once its requests have ended, and answer when it is unloaded."""
     models = request.service.models
     model = models.by_name(request.body.model)
     request.note(model=model.name)
@@ -56,7 +56,7 @@ class AdapterStates(RootModel[list[AdapterState]]):
 
 
 async def list_adapters(request: RequestContext[Any]) -> HttpResponse:
-    """The adapters of the first model, numbered as `lora` of a request does (llama.cpp)."""
+    """List the adapters of the first model, with the numbers of `lora` in requests."""
     async with request.service.models.use(None) as model:
         adapters = model.session.adapters
         listed = [

@@ -1,4 +1,4 @@
-"""Slot actions of llama.cpp: saves, restores and erases what is cached of a slot's last prompt."""
+"""Slots of llama.cpp: their state, and actions that save, restore and erase their caches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jinfer.server.http.schema_base import RequestModel, ResponseModel
 
 
 class SlotAction(RequestModel):
-    """The body of an action; an erasure needs none."""
+    """The body of an action; empty to erase."""
 
     filename: str | None = Field(None, description="in the folder of --slot-save-path")
 
 
 class SlotChange(ResponseModel):
-    """What was done: tokens that were saved, restored or erased, and bytes of the file."""
+    """The result of an action: numbers of tokens and of bytes."""
 
     id_slot: int
     filename: str | None = None
@@ -43,18 +43,18 @@ class SlotChange(ResponseModel):
     timings: dict[str, float] | None = None
 
 
-_LONGEST = 200  # characters of a file's name
+_LONGEST = 200  # characters of a file name
 
 
 async def slot_action(request: RequestContext[SlotAction]) -> HttpResponse:
     """Handle an action on a slot."""
     folder = request.service.settings.slot_save_path
     if folder is None:
-        reason = "slots are not saved here; serve with --slot-save-path"
+        reason = "the server does not save slots; serve with --slot-save-path"
         raise ApiError(501, reason, code="not_supported")
     action = query_value(request.http, "action")
     if action is None:
-        raise invalid_request("there is no action; write save, restore or erase", "action")
+        raise invalid_request("there is no action; use save, restore or erase", "action")
     async with request.service.models.use(query_value(request.http, "model")) as model:
         session = model.session
         slot = _slot(request.http.path_params["id"], session.engine.scheduler.slots)
@@ -80,13 +80,13 @@ def _slot(text: str, slots: int) -> int:
 
 
 def _checked_name(name: str | None) -> str:
-    """A name that stays within the folder. Raises `ApiError`."""
+    """Check that a file name stays within the folder. Raises `ApiError`."""
     if name is None:
-        raise invalid_request("there is no filename; give one", "filename")
+        raise invalid_request("there is no filename", "filename")
     plain = name.isprintable() and name.isascii() and not set(name) & set('/\\:*?"<>|')
     if not plain or not 0 < len(name) <= _LONGEST or name.startswith(".") or name.endswith("."):
         raise invalid_request(
-            f"filename is {name[:50]!r}; give a plain name of a file in the server's folder",
+            f"filename is {name[:50]!r}; use a plain file name",
             "filename",
         )
     return name
@@ -110,7 +110,7 @@ def _restore(session: Session, path: Path, slot: int) -> dict[str, Any]:
 
 
 async def slots(request: RequestContext[Any]) -> HttpResponse:
-    """The state of each slot, without prompts."""
+    """Return the state of each slot, without prompts."""
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         session = model.session
         running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}

@@ -1,4 +1,4 @@
-"""Routes of resumable streams (llama.cpp): read again, looked up, stopped."""
+"""Stream routes: read, look up and stop resumable streams (llama.cpp)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from jinfer.server.http.schema_base import RequestModel, ResponseModel
 
 
 class StreamLookup(RequestModel):
-    """A request for what is known of some streams."""
+    """A request for the states of streams."""
 
-    conversation_ids: list[str] = Field(description="what X-Conversation-Id named", max_length=1000)
+    conversation_ids: list[str] = Field(
+        description="id of the conversation, as in X-Conversation-Id", max_length=1000
+    )
 
 
 class StreamState(ResponseModel):
-    """A stream."""
+    """The state of a stream."""
 
     conversation_id: str
     is_done: bool
@@ -30,11 +32,11 @@ class StreamState(ResponseModel):
 
 
 class StreamStates(RootModel[list[StreamState]]):
-    """The streams that are known."""
+    """The states of known streams."""
 
 
 async def resume(request: RequestContext[Any]) -> StreamedResponse:
-    """A stream again, from a byte or behind an event on."""
+    """Read a stream again, from a byte or after an event."""
     stream = request.service.streams.find(_id(request))
     after, offset = last_event_id(request.http), query_value(request.http, "from")
     if after is None or offset is not None:
@@ -45,7 +47,7 @@ async def resume(request: RequestContext[Any]) -> StreamedResponse:
 
 
 async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
-    """What is known of the streams of some conversations; of those alone that are named."""
+    """Return the states of the streams of given conversations."""
     streams = request.service.streams.streams
     found = [
         stream for id in dict.fromkeys(request.body.conversation_ids) if (stream := streams.get(id))
@@ -65,7 +67,7 @@ async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
 
 
 async def stop(request: RequestContext[Any]) -> HttpResponse:
-    """End a stream and forgets it; one that is not there is no error."""
+    """Stop and remove a stream; a missing stream is not an error."""
     id, streams = _id(request), request.service.streams
     if id not in streams.streams:
         streams.forward(id)
@@ -76,5 +78,5 @@ async def stop(request: RequestContext[Any]) -> HttpResponse:
 def _id(request: RequestContext[Any]) -> str:
     id = query_value(request.http, "conv_id")
     if not id:
-        raise invalid_request("there is no conv_id; give the conversation's", "conv_id")
+        raise invalid_request("there is no conv_id; give the id of the conversation", "conv_id")
     return str(id)

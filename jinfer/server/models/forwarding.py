@@ -1,4 +1,4 @@
-"""Forwarding: a request for a model that runs in another process, answered by that one."""
+"""Forwarding: passes a request on to the process of its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jinfer.server.http.http_errors import ApiError, cancel_reason
 _HEAD = 64 << 10  # bytes of a response's status and headers
 _PIECE = 64 << 10
 _IN_PATHS = "/:@!$&'()*+,;=~"
-# Of one connection, or of this server: keys were checked here.
+# Headers of a connection, or of this server, which has checked the key.
 _OWN = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"}
 _OWN |= {"authorization", "x-api-key", "x-request-id", "expect", "te", "trailer"}
 _NOT_BACK = {"connection", "keep-alive", "transfer-encoding", "x-request-id", "date", "server"}
@@ -36,18 +36,17 @@ async def forward(
     begun: Failed | None = None,
     failed: Failed | None = None,
 ) -> Exception | None:
-    """Send a request to a Unix socket, and its response to the client, as it comes.
+    """Send a request to a Unix socket, and stream its response to the client.
 
     Args:
         id: the request's id.
-        path: of the socket.
+        path: path of the socket.
         seconds: time limit for the client to take a piece.
-        begun: formats errors of a stream of which the client has the status already; None: it has
-            nothing yet.
-        failed: formats an error in the middle of a stream; None: it is not streamed.
+        begun: formats errors of a stream that has begun; None: the client has received nothing.
+        failed: formats an error in the middle of a stream; None: not a stream.
 
     Returns:
-        The error in the middle of a stream that the client was sent, if any.
+        The error that ended a stream, if any.
 
     Raises:
         ApiError: the process does not answer.
@@ -101,7 +100,7 @@ async def _end(
     reason: ApiError,
     error: BaseException,
 ) -> Exception | None:
-    """End a response with an error; one that has not begun is left to the caller."""
+    """End a response with an error; raise it if the response has not begun."""
     if not started:
         raise reason from error
     await _send(send, b"" if failed is None else failed(reason), seconds, more=False)
@@ -109,13 +108,13 @@ async def _end(
 
 
 def _question(request: Request, body: bytes, id: str) -> bytes:
-    """The request's line and headers."""
+    """Format the request line and headers."""
     query = f"?{request.url.query}" if request.url.query else ""
     headers = {name: value for name, value in request.headers.items() if name not in _OWN}
     headers |= {"host": "localhost", "connection": "close", "x-request-id": id}
     headers["content-length"] = str(len(body))
     method = "GET" if request.method == "HEAD" else request.method
-    # As it was sent: a path may have characters that a request's line has not.
+    # Quote the path again: it may have characters that a request line must not have.
     lines = [f"{method} {quote(request.scope['path'], safe=_IN_PATHS)}{query} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
@@ -148,7 +147,7 @@ async def _send(send: Send, data: bytes, seconds: float, *, more: bool = True) -
 
 
 def _error_of(status: int, body: bytes) -> ApiError:
-    """The error that a response tells, in whatever API's form."""
+    """Parse the error of a response, in the format of any dialect."""
     try:
         error: Any = orjson.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Model details: what a server tells of a model that was opened, also after it was unloaded."""
+"""Model details: format, sizes and capabilities of a model, known after it was opened."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jinfer.api.llm import LLM
+from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.weights.model_size import sizes_of
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.describe import family, stored_as
-from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.server.http.server_settings import ModelSource
-from jinfer.weights.model_size import sizes_of
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,14 @@ class ModelDetails:
     """A model's format, sizes and abilities.
 
     Attributes:
-        format: of its checkpoint.
-        family: as the specification or the file says it; "": nothing does.
-        stored_as: how most weights are kept.
+        format: format of the checkpoint.
+        family: model family; "": unknown.
+        stored_as: format of most weights.
         context: tokens that a sequence may have.
-        trained_context: the context that it was trained with.
-        vocab, hidden: sizes of its vocabulary and of its hidden states; 0: it has none.
+        trained_context: context length in training.
+        vocab, hidden: vocabulary size and hidden size; 0: the model has none.
         parameters: number of parameters.
-        size: bytes of its weights in memory, or in its files before it was loaded.
+        size: bytes of the weights in memory, or in the files before the first load.
         capabilities: embeddings, completion, chat, fill-mask, classify, rerank.
     """
 
@@ -44,22 +43,22 @@ class ModelDetails:
 
 
 def details_of(llm: LLM) -> ModelDetails:
-    """The details of a loaded model."""
+    """Return the details of a loaded model."""
     session = llm.session
     model, weights = session.engine.model, session.engine.weights
     return _details(session.opened, model, session.family, session.stored_as, nbytes(weights))
 
 
 def opened_details(source: ModelSource) -> tuple[Opened, ModelDetails]:
-    """A model without its weights. Slow: call it in a worker thread.
+    """Open a model without its weights. Slow: call it in a worker thread.
 
     Raises:
-        USER_ERRORS: it cannot be opened.
+        USER_ERRORS: the model cannot be opened.
     """
     opened = open_model(source.path, source.overrides)
     model = build_abstract_model(opened.spec, np.dtype(opened.dtype))
     size = sum(tensor.nbytes for tensor in opened.checkpoint.tensors.values())
-    return opened, _details(opened, model, family(opened), stored_as(opened), size)
+    return opened, _details(opened, model, opened.family, opened.stored_as, size)
 
 
 def _details(

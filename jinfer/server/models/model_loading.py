@@ -1,4 +1,4 @@
-"""Model loading: opens a served model in a thread, and says why a model cannot be opened."""
+"""Model loading: loads a served model, and checks whether a model can be opened."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import logging
 from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.opening.open_keywords import override_tables
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_keywords import override_tables
+from jinfer.loader.open_model import open_files
 from jinfer.ops.platforms import start
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
@@ -22,10 +22,10 @@ _WARM_UP_TOKENS = 33  # tokens of the warm-up prompt
 
 
 def open_llm(source: ModelSource, warm_up: bool) -> Opened:
-    """Open and loads a model.
+    """Open and load a model.
 
     Args:
-        warm_up: all programs are made in the background, beside its first requests.
+        warm_up: whether to compile all programs in the background of the first requests.
     """
     # The warm-up's programs are compiled while the weights are read.
     llm = LLM(source.path, first=lambda llm: [0] * _WARM_UP_TOKENS, **source.overrides)
@@ -38,7 +38,7 @@ def open_llm(source: ModelSource, warm_up: bool) -> Opened:
 
 
 def has_own_processes(settings: ServerSettings) -> bool:
-    """Whether models that are opened beside others have processes of their own."""
+    """Return whether models that are loaded later have their own processes."""
     start()
     import jax
 
@@ -46,9 +46,9 @@ def has_own_processes(settings: ServerSettings) -> bool:
 
 
 def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
-    """Load a model beside others, whose streams go on meanwhile: in a process of its own.
+    """Load a model in its own process, so that the streams of other models continue.
 
-    Two processes would contend for the memory of a GPU, so there it is loaded in this one.
+    On a GPU the model is loaded here, because two processes would contend for its memory.
     """
     if not has_own_processes(settings):
         return open_llm(source, settings.warm_up)
@@ -58,7 +58,7 @@ def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
 
 def warm_up_constraints(llm: LLM) -> None:
     """Build the vocabulary tables of structured outputs before the first constraint needs them."""
-    # Here: it is not needed at startup.
+    # Imported here, because it is not needed at startup.
     from jinfer.sampling.structured import compile_constraint, forget_constraints
 
     if llm.tokenizer is not None and llm.spec.generates:
@@ -69,7 +69,7 @@ def warm_up_constraints(llm: LLM) -> None:
 
 
 def examine(source: ModelSource) -> tuple[str, int]:
-    """Why a model's files cannot be opened ("": they can), and the bytes of its weights."""
+    """Return why a model's files cannot be opened ("": they can), and the bytes of the weights."""
     try:
         checkpoint = open_files(source.path, override_tables(source.overrides)).checkpoint
     except USER_ERRORS as error:

@@ -23,15 +23,15 @@ from jinfer.server.models.model_residency import ModelResidency
 from jinfer.server.models.served_model import ServedModel
 
 _WORKERS = 4
-_ON_DEMAND = 4  # models in memory at a time where they are loaded on demand and no flag says it
+_ON_DEMAND = 4  # models in memory at a time, with models on demand and without --max-loaded
 
 
 class ModelManager:
     """All models of a server. Its methods are called on the event loop.
 
     Attributes:
-        registry: where the models come from.
-        residency: which of them are in memory.
+        registry: sources of the models.
+        residency: the models in memory.
         workers, compilers, waiters: thread pools for slow work, grammars, and waiting for engines.
     """
 
@@ -42,7 +42,7 @@ class ModelManager:
         *,
         unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
     ) -> None:
-        """Load nothing yet.
+        """Create the manager; `start` loads models.
 
         Args:
             unloaded: called with the name and last statistics of a model that is unloaded.
@@ -65,28 +65,28 @@ class ModelManager:
 
     @property
     def models(self) -> list[ServedModel]:
-        """The models: those of the command line first, then of the file, then of the folder."""
+        """Models of the command line, then of the file, then of the folder."""
         return self.residency.models
 
     @property
     def ready(self) -> bool:
-        """Whether the models that are loaded at startup are there."""
+        """Whether the models of the start are loaded."""
         return self._started
 
     @property
-    def come_and_go(self) -> bool:
-        """Whether models are loaded on demand, or leave when others come or nobody asks them."""
+    def is_dynamic(self) -> bool:
+        """Whether models are loaded on demand, or unloaded for others or when idle."""
         idle = self._settings.idle_unload is not None or self._settings.idle_sleep is not None
         few = self.residency.max_models < len(self.models)
         return not self.registry.is_fixed or few or idle or self._settings.is_worker
 
     def unavailable_reason(self) -> str:
-        """Why loaded models do not answer (a process of the job is silent); "": they do."""
+        """Return why loaded models do not answer (a process of the job is silent); "": they do."""
         group = current_group()
         return "" if group is None else group.complaint()
 
     async def start(self) -> None:
-        """Load as many models as may be in memory, but for those that are loaded on demand.
+        """Load as many models as fit in memory, other than models on demand.
 
         Raises:
             ApiError: a model cannot be loaded.
@@ -99,11 +99,11 @@ class ModelManager:
             await self.residency.load(model)
             if model.state != "loaded":
                 raise ApiError(503, model.error)
-        self._started = self.residency.beside_others = True
+        self._started = self.residency.started = True
         await self._examine([model for model in self.models if model.source.on_demand])
 
     def refuse_requests(self) -> None:
-        """Refuse new requests; running ones continue."""
+        """Refuse new requests; running requests continue."""
         self.residency.closed = True
         if (group := current_group()) is not None:
             group.is_leaving = True
@@ -115,22 +115,22 @@ class ModelManager:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
-        """The statistics of each loaded model, awake or asleep."""
+        """Return the statistics of each loaded model, awake or asleep."""
         return {model.name: stats for model in self.models if (stats := model.stats) is not None}
 
-    def notice_ends(self) -> None:
-        """Note of models whose processes have ended by themselves that they are not loaded."""
+    def mark_ended(self) -> None:
+        """Mark models as unloaded whose processes have ended."""
         for model in self.models:
-            self.residency.forget(model)
+            self.residency.mark_ended(model)
 
     async def refresh(self) -> None:
-        """Ask the models' own processes for their statistics and adapters."""
+        """Fetch statistics and adapters from the models' own processes."""
         for model in self.models:
             if model.open and model.worker is not None:
                 await self._in_worker(model.worker.stats)
 
     def by_name(self, name: str | None) -> ServedModel:
-        """The model of that name; None: the first. Raises `ApiError` if there is none."""
+        """Return the model with a name; None: the first. Raises `ApiError` without such a model."""
         if name is None and self.models:
             return self._unnamed()
         for model in self.models:
@@ -142,7 +142,7 @@ class ModelManager:
         raise http_errors.unknown_model(name or "", [model.name for model in self.models])
 
     def _unnamed(self) -> ServedModel:
-        """The first model of the command line; else the one that was used last, or the first."""
+        """Return the first model of the command line, or else the last used model."""
         if self.registry.named:
             return self.models[0]
         return max(self.models, key=lambda model: (model.open, model.open and model.last_used))
@@ -153,14 +153,14 @@ class ModelManager:
         return sum(model.waiters for model in self.models)
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that a request means, of those that are known. Raises `ApiError`."""
+        """Return the known model of a request. Raises `ApiError`."""
         return self.models[0] if self._any_name else self.by_name(name)
 
     async def look_for(self, name: str | None) -> ServedModel:
-        """The model that a request means; where there is none, it is looked for in the folder.
+        """Return the model of a request; look for an unknown model in the folder.
 
         Raises:
-            ApiError: there is none.
+            ApiError: there is no such model.
         """
         try:
             return self.find(name)
@@ -168,13 +168,13 @@ class ModelManager:
             if self.registry.is_fixed and not self._settings.runtime_adapters:
                 raise
         if self._settings.runtime_adapters:
-            await self.refresh()  # the name of an adapter that came meanwhile
+            await self.refresh()  # perhaps the name of a new adapter
         if not self.registry.is_fixed:
             await self.reload()
         return self.by_name(name)
 
     def answers_to(self, name: str) -> bool:
-        """Whether the only model answers requests for another name."""
+        """Return whether the only model answers requests for another name."""
         if not self._any_name:
             return False
         model = self.models[0]
@@ -184,37 +184,39 @@ class ModelManager:
     async def use(
         self, name: str | None, *, keep: float | None = None
     ) -> AsyncIterator[ServedModel]:
-        """The model for a request, loaded if needed and kept in memory meanwhile.
+        """Provide the model of a request, loaded if needed and kept in memory meanwhile.
 
         Args:
-            keep: seconds that it stays in memory afterwards; None: as its settings say.
+            keep: seconds that it stays in memory afterwards; None: its setting.
 
         Raises:
             ApiError: the name is unknown, the model is still loading or could not be loaded, there
                 is no room for it, the server is shutting down, or a process of the job does not
                 respond.
-            RunsElsewhereError: another process is to answer.
+            RunsElsewhereError: another process has to answer.
         """
         model = await self.look_for(name)
         self._check_open(model)
         if not self._settings.autoload and model.state == "unloaded":
             raise http_errors.model_not_loaded(model.name)
-        async with self.hold(model):
+        async with self.keep_loaded(model):
             model.keep = self._keep(model.source) if keep is None else keep
             if model.worker is not None:
                 raise RunsElsewhereError(model)
             yield model
 
     @contextlib.asynccontextmanager
-    async def hold(self, model: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
-        """Load a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
+    async def keep_loaded(
+        self, model: ServedModel, *, awake: bool = True
+    ) -> AsyncIterator[ServedModel]:
+        """Load or wake a model if needed, and keep it in memory. Raises `ApiError`.
 
         Args:
-            awake: whether one that sleeps is woken.
+            awake: whether to wake a sleeping model.
         """
-        self.residency.forget(model)
+        self.residency.mark_ended(model)
         if awake or model.state != "sleeping":
-            await self.residency.arrive(model)
+            await self.residency.ensure_loaded(model)
         model.users += 1
         model.cancel_timers()
         model.last_used = time.monotonic()
@@ -223,14 +225,14 @@ class ModelManager:
         finally:
             model.users -= 1
             model.last_used = time.monotonic()
-            self.residency.rest(model)
+            self.residency.schedule_idle(model)
 
     @contextlib.asynccontextmanager
-    async def see(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """The model for a request that computes nothing: one that sleeps is not woken.
+    async def peek(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """Provide the model of a request that computes nothing; a sleeping model is not woken.
 
         Raises:
-            ApiError: as `use`.
+            ApiError: see `use`.
         """
         model = await self.look_for(name)
         if model.state == "sleeping":
@@ -242,42 +244,42 @@ class ModelManager:
                 yield model
 
     async def load(self, name: str | None) -> ServedModel:
-        """Load a model, or wakes it, unless it is there. Raises `ApiError`."""
+        """Load or wake a model if needed. Raises `ApiError`."""
         model = await self.look_for(name)
         self._check_open(model)
-        await self.residency.arrive(model)
+        await self.residency.ensure_loaded(model)
         return model
 
     async def unload(self, model: ServedModel) -> None:
         """Unload a model when the requests that use it have ended.
 
         Raises:
-            ApiError: it is pinned, or of several processes.
+            ApiError: the model is pinned, or runs in several processes.
         """
         _check_may_leave(model, "unloaded")
         if model.source.pinned:
             reason = f"{model.name} is pinned, so that it stays in memory"
             raise http_errors.invalid_request(reason, "model", "pinned")
-        await self.residency.leave(model)
+        await self.residency.unload(model)
 
     async def sleep(self, model: ServedModel, level: int) -> None:
         """Let a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
 
         Raises:
-            ApiError: it is not loaded, or of several processes.
+            ApiError: the model is not loaded, or runs in several processes.
         """
         _check_may_leave(model, "put to sleep")
         self._check_open(model)
         if not model.open:
             raise http_errors.model_not_loaded(model.name)
-        await self.residency.leave(model, level)
+        await self.residency.unload(model, level)
         if model.error and model.state == "loaded":
             raise http_errors.invalid_request(model.error, "model")
 
     async def reload(self) -> None:
-        """Look for models that have come or gone in the folder and the file.
+        """Look for new and removed models in the folder and the file.
 
-        One that has gone, or has other settings, is unloaded when nobody uses it any more.
+        A removed or changed model is unloaded once no request uses it.
 
         Raises:
             ApiError: the folder or the file cannot be read; the models stay as they were.
@@ -293,7 +295,7 @@ class ModelManager:
         ]
         for model in before:
             if same.get(model.name) is not model:
-                self.residency.dismiss(model)
+                self.residency.remove(model)
         new = [model for model in self.models if same.get(model.name) is not model]
         self.residency.run(self._examine(new))
 
@@ -312,7 +314,7 @@ class ModelManager:
             raise http_errors.process_unresponsive(reason)
 
     async def _examine(self, models: Sequence[ServedModel]) -> None:
-        """Note of models that nobody has asked for yet how big they are, and what is wrong."""
+        """Record the sizes and errors of models that were not loaded yet."""
         for model in models:
             error, model.file_bytes = await self._in_worker(partial(examine, model.source))
             if model.state == "unloaded":
@@ -323,12 +325,12 @@ class ModelManager:
 
 
 def _most(models: Sequence[ServedModel], max_loaded: int | None, registry: ModelRegistry) -> int:
-    """Number of models that may be in memory at a time."""
+    """Return the maximum number of models in memory."""
     at_start = sum(not model.source.on_demand for model in models)
     return max_loaded or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))
 
 
 def _check_may_leave(model: ServedModel, what: str) -> None:
     if current_group() is not None:
-        reason = f"{model.name} is computed by several processes, and cannot be {what}"
+        reason = f"{model.name} runs in several processes and cannot be {what}"
         raise http_errors.invalid_request(reason, "model", "not_supported")

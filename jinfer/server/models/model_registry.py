@@ -10,28 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.guard.safe_files import path_exists
+from jinfer.loader.model_files import SPEC_FILE
+from jinfer.loader.open_keywords import override_tables
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.modelspec.toml_tables import check_keys, check_text, check_texts, merge
-from jinfer.opening.model_files import SPEC_FILE
-from jinfer.opening.open_keywords import override_tables
-from jinfer.opening.sources import SourceError
 from jinfer.server.http.server_settings import ModelSource
 
 _KEYS = ("source", "overrides", "aliases", "pinned", "load_on_startup", "idle_unload")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_MARKS = ("config.json", "model.orbax")  # of a checkpoint's folder, beside its weights
+_MARKS = ("config.json", "model.orbax")  # files of a checkpoint's folder other than weights
 _OTHER_SHARD = re.compile(r".*-(?!0*1-of-)\d{1,6}-of-\d{1,6}\.gguf")
 _FIRST_SHARD = re.compile(r"-0*1-of-\d{1,6}$")
-_DEPTH = 2  # folders in each other: FOLDER/model, FOLDER/owner/model
+_DEPTH = 2  # levels of folders: FOLDER/model, FOLDER/owner/model
 
 
 @dataclass(frozen=True)
 class ModelRegistry:
-    """Where the models of a server come from.
+    """The sources of a server's models.
 
     Attributes:
-        named: those of the command line.
+        named: models of the command line.
         folder: each GGUF file, checkpoint and specification in it is a model.
         file: a TOML file with a table for each model: `_KEYS`.
         overrides: keys of the specifications of the models of `folder` and `file`.
@@ -44,15 +44,15 @@ class ModelRegistry:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether its models are those of the command line, now and later."""
+        """Whether the models are always those of the command line."""
         return self.folder is None and self.file is None
 
     def sources(self) -> list[ModelSource]:
-        """The models that there are now: those of the command line, of the file, of the folder.
+        """List the current models of the command line, of the file and of the folder.
 
         Raises:
             SourceError: the folder cannot be read.
-            SpecError: an invalid key of the file, or a name that two models have.
+            SpecError: an invalid key of the file, or a duplicate name.
         """
         found = {source.name: source for source in self.named}
         in_folder = {
@@ -78,7 +78,7 @@ class ModelRegistry:
             yield name, check_keys(table, _KEYS, self.file, name)
 
     def _model(self, name: str, table: Mapping[str, Any], known: ModelSource | None) -> ModelSource:
-        """A model of the file; `known`: the one of that name in the folder."""
+        """Read a model of the file; `known` is the model with its name in the folder."""
         file = self.file
         assert file is not None, "the table is from it"
         if "source" in table:
@@ -87,7 +87,7 @@ class ModelRegistry:
             path = known.path
         else:
             hint = "" if self.folder is None else f", and {self.folder} has no such model"
-            raise SpecError(file, f"{name}.source", f"is missing: which model is it?{hint}")
+            raise SpecError(file, f"{name}.source", f"is missing; write the model's source{hint}")
         own = table.get("overrides", {})
         if not isinstance(own, Mapping):
             raise SpecError(file, f"{name}.overrides", f"{show_value(own)} is not a table")
@@ -115,12 +115,12 @@ class ModelRegistry:
         for item in found.values():
             for alias in item.aliases:
                 if alias in seen:
-                    reason = f"{show_value(alias)} is another model's name, or another alias"
+                    reason = f"{show_value(alias)} is the name or an alias of another model"
                     raise SpecError(self.file, f"{item.name}.aliases", reason)
                 seen.add(alias)
 
     def _in_folder(self) -> Iterator[ModelSource]:
-        """The models of the folder, by name; a name that is taken gets its file's ending."""
+        """Yield the models of the folder; a duplicate name gets its file's suffix."""
         if self.folder is None:
             return
         names = set[str]()
@@ -133,11 +133,11 @@ class ModelRegistry:
 
 
 def models_in(folder: Path) -> list[tuple[str, Path]]:
-    """The models in a folder: names, and what to open.
+    """List the models in a folder as pairs of name and path.
 
-    They are: specifications (.toml), GGUF files (of a set the first), and folders with a
-    checkpoint; also in folders of folders (`owner/name`). A GGUF file beside a specification
-    of its name is its weights. Nothing is opened.
+    Models are specifications (.toml), GGUF files (the first of a split set), and folders with a
+    checkpoint, also nested (`owner/name`). A GGUF file with the name of a specification is its
+    weights. No file is opened.
 
     Raises:
         SourceError: the folder cannot be read.
@@ -162,11 +162,11 @@ def _models_in(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Pat
 
 
 def _models_of(folder: Path, name: str, depth: int) -> Iterator[tuple[str, Path]]:
-    """What a folder is: a checkpoint, several GGUF files, or a folder of such folders."""
+    """Yield the models of a folder: a checkpoint, GGUF files, or nested folders."""
     try:
         names = {path.name for path in folder.iterdir()}
     except OSError:
-        yield name, folder  # opening it says why
+        yield name, folder  # opening it reports the error
         return
     weights = sorted(name for name in names if is_gguf_model(name))
     marked = path_exists(folder / SPEC_FILE) or names & set(_MARKS)
@@ -179,7 +179,7 @@ def _models_of(folder: Path, name: str, depth: int) -> Iterator[tuple[str, Path]
 
 
 def is_gguf_model(name: str) -> bool:
-    """Whether a file is a GGUF model: neither a projector nor another part of a set."""
+    """Return whether a file is a GGUF model: neither a projector nor a later part of a set."""
     return (
         name.endswith(".gguf")
         and not name.startswith("mmproj")
@@ -188,7 +188,7 @@ def is_gguf_model(name: str) -> bool:
 
 
 def _beside(source: str, folder: Path) -> str:
-    """A source of a file; a path is relative to the file, a name is one of `jinfer list`."""
+    """Resolve a source of the file: a path relative to the file, or a name of `jinfer list`."""
     if "://" in source:
         return source
     path = folder / Path(source).expanduser()

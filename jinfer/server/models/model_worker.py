@@ -1,8 +1,8 @@
-"""Model worker: a model in a process of its own, as its server sees it.
+"""Model worker: the server's handle of a model in its own process.
 
-Whoever opens a model holds Python's interpreter lock for tenths of a second, in libraries that make
-a tokenizer of a large vocabulary in one piece. In a process of its own it keeps nobody waiting, and
-when that ends, all its memory is free.
+Opening a model holds Python's interpreter lock for tenths of a second, in libraries that build the
+tokenizer of a large vocabulary. In its own process this delays no request, and the end of the
+process frees all memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jinfer.engine.requests import RequestError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails
 
-_SECONDS = 30.0  # for a process to end, or to say how it is
+_SECONDS = 30.0  # for a process to end, or to respond
 _SOCKET = "model.sock"
 _COMMAND = (sys.executable, "-m", "jinfer.server.model_process")
-# What the server does for all its models: keys, lists, and who is in memory.
+# Settings of the server's own tasks, which a model process does not have.
 _OF_SERVER: dict[str, Any] = {
     "keys": (),
     "cors": (),
@@ -46,18 +46,18 @@ _OF_SERVER: dict[str, Any] = {
 
 
 class ModelWorker:
-    """A loaded model in another process, which serves it at a Unix socket.
+    """A loaded model in another process, which serves a Unix socket.
 
-    Its methods are for threads: they wait for the process.
+    Its methods wait for the process: call them in threads.
 
     Attributes:
         socket: path of its socket.
-        adapters: names of its LoRA adapters, and where each is from.
-        last: its statistics when they were last asked for.
+        adapters: LoRA adapters: name -> source.
+        last: the last known statistics.
     """
 
     def __init__(self, source: ModelSource, settings: ServerSettings) -> None:
-        """Start a process that loads a model, and waits until it has.
+        """Start a process that loads a model, and wait for it.
 
         Args:
             settings: the server's.
@@ -78,7 +78,7 @@ class ModelWorker:
         self.details, self.adapters = _details(answer), answer["adapters"]
 
     def _ask_start(self, question: bytes) -> Any:
-        """What the process says once it has loaded its model."""
+        """Send the job to the process, and return its answer once the model is loaded."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):
@@ -89,29 +89,29 @@ class ModelWorker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is not there any more."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def stats(self) -> Stats:
-        """The model's statistics; the last ones if it does not answer."""
+        """Return the model's statistics; the last known if it does not respond."""
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             answer = json.loads(self._ask("GET", "/worker"))
             self.last, self.adapters = Stats(**answer["stats"]), answer["adapters"]
         return self.last
 
     def sleep(self, level: int) -> None:
-        """As `LLM.sleep`."""
+        """Let the model sleep; see `LLM.sleep`."""
         self._ask("POST", f"/sleep?level={level}")
 
     def wake_up(self) -> None:
-        """As `LLM.wake_up`."""
+        """Wake the model; see `LLM.wake_up`."""
         self._ask("POST", "/wake_up")
 
     def close(self) -> None:
         """End the process; its answers end with an error."""
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
-                self._process.stdin.close()  # which tells it to end
+                self._process.stdin.close()  # which ends it
         try:
             self._process.wait(_SECONDS)
         except subprocess.TimeoutExpired:
@@ -137,10 +137,10 @@ class ModelWorker:
 def asked_process(
     source: ModelSource, settings: ServerSettings
 ) -> tuple[dict[str, Any], ModelDetails]:
-    """What /api/show says of a model, which another process opens for that.
+    """Describe a model for /api/show in another process.
 
     Raises:
-        RequestError: it cannot be opened.
+        RequestError: the model cannot be opened.
     """
     question = _question(source, settings, "")
     done = subprocess.run(_COMMAND, input=question, stdout=subprocess.PIPE, check=False)
@@ -149,7 +149,7 @@ def asked_process(
 
 
 def _question(source: ModelSource, settings: ServerSettings, socket: str) -> bytes:
-    """The line that a process is told; without a socket it only describes the model."""
+    """Format the job of a process; without a socket the process only describes the model."""
     own = replace(settings, **_OF_SERVER)
     alone = replace(source, on_demand=False, pinned=True, idle_unload=None)
     named = settings.logits_processors.items()
@@ -165,7 +165,7 @@ def _question(source: ModelSource, settings: ServerSettings, socket: str) -> byt
 
 
 def _checked_answer(answer: bytes, status: int | None) -> Any:
-    """What a process has answered. Raises `RequestError`: an error, or nothing."""
+    """Return the answer of a process. Raises `RequestError` for an error or no answer."""
     if not answer:
         raise RequestError(f"the model's process has ended with the status {status}")
     value = json.loads(answer)

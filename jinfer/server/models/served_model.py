@@ -1,4 +1,4 @@
-"""Served model: one that a server offers, its state, and who uses it or waits for it."""
+"""Served model: a model of the server, its state, and its users."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class ServedModel:
         state: whether it is loaded; "unloading" also while it falls asleep.
         users: number of requests that are using it.
         waiters: number of requests that wait for it.
-        leaving: number of requests that wait for it to leave: no other may begin to use it.
-        departures: how often it has left, or fallen asleep.
-        gone: it is not offered any more.
-        last_used: when a request last used it, in seconds of `time.monotonic`.
-        keep: seconds that it stays in memory after its last request; None: as long as may be.
-        sleep_level: while it sleeps, which level (`LLM.sleep`).
-        error: why it could not be loaded, or cannot be; "": nothing is known against it.
-        file_bytes: of its weights' files; 0: not known.
-        details: its sizes, format and abilities, once it was opened.
+        unload_waiters: number of requests that wait for its unloading; no other may start
+        unload_count: number of times that it was unloaded or fell asleep.
+        removed: whether it was removed.
+        last_used: time of the last use, in seconds of `time.monotonic`.
+        keep: seconds that it stays in memory after its last request; None: no limit.
+        sleep_level: the level of a sleeping model (`LLM.sleep`).
+        error: why it cannot be loaded; "": no known reason.
+        file_bytes: bytes of the weight files; 0: not known.
+        details: sizes, format and capabilities, once it was opened.
         created: when the server began to offer it.
-        arrival: what those who wait for it await: None once it is loaded, or why it is not.
-        timers: what is to come if nobody uses it.
-        llm_or_none: the model, loaded or asleep; None: it is neither.
+        load_result: future for waiting requests: None once it is loaded, or the error.
+        timers: idle timers.
+        llm_or_none: the loaded or sleeping model; None: unloaded.
     """
 
     source: ModelSource
     state: LoadState = "unloaded"
     users: int = 0
     waiters: int = 0
-    leaving: int = 0
-    departures: int = 0
-    gone: bool = False
+    unload_waiters: int = 0
+    unload_count: int = 0
+    removed: bool = False
     last_used: float = 0.0
     keep: float | None = None
     sleep_level: int = 0
@@ -56,7 +56,7 @@ class ServedModel:
     file_bytes: int = 0
     details: ModelDetails | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    arrival: asyncio.Future[ApiError | None] | None = None
+    load_result: asyncio.Future[ApiError | None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     llm_or_none: LLM | ModelWorker | None = None
 
@@ -67,7 +67,7 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call it: its path too, and its names with Ollama's default tag."""
+        """All names: also its path, and its names with Ollama's default tag."""
         own = (self.name, *self.source.aliases)
         return *own, self.source.path, *(f"{name}:latest" for name in own)
 
@@ -79,28 +79,28 @@ class ServedModel:
 
     @property
     def loaded(self) -> LLM | ModelWorker:
-        """The loaded model, wherever it is, awake or asleep."""
+        """The loaded model of any process, awake or asleep."""
         assert self.llm_or_none is not None, f"{self.name} is not loaded"
         return self.llm_or_none
 
     @property
     def worker(self) -> ModelWorker | None:
-        """The model's own process; None: it has none."""
+        """The model's own process; None without such a process."""
         return self.llm_or_none if isinstance(self.llm_or_none, ModelWorker) else None
 
     @property
     def open(self) -> bool:
-        """Whether it is there, awake or asleep."""
+        """Whether it is loaded, awake or asleep."""
         return self.llm_or_none is not None and self.state in ("loaded", "sleeping")
 
     @property
     def adapters(self) -> list[str]:
-        """Name of the LoRA adapters that are loaded beside it, which are names of models too."""
+        """Names of its loaded LoRA adapters, which requests may use as model names."""
         return [*self.adapter_sources]
 
     @property
     def adapter_sources(self) -> dict[str, str]:
-        """Name of the LoRA adapters that are loaded beside it, and where each is from."""
+        """Loaded LoRA adapters: name -> source."""
         if not self.open:
             return {}
         if self.worker is not None:
@@ -110,7 +110,7 @@ class ServedModel:
 
     @property
     def stats(self) -> Stats | None:
-        """Its statistics; None: it is not in memory. Those of another process are a while old."""
+        """Statistics; None: not in memory. Statistics of another process may be old."""
         if self.llm_or_none is None:
             return None
         return self.worker.last if self.worker is not None else self.llm.stats()
@@ -121,25 +121,25 @@ class ServedModel:
         return self.llm.session
 
     @property
-    def occupies(self) -> bool:
-        """Whether it has a place among the models that may be in memory at a time."""
+    def in_memory(self) -> bool:
+        """Whether it counts as a model in memory."""
         if self.state == "sleeping":
             return self.sleep_level == 1  # its weights are in the host's memory
         return self.state != "unloaded"
 
     @property
-    def may_leave(self) -> bool:
-        """Whether it can make room for another one."""
-        at_rest = self.state == "loaded" or (self.state == "sleeping" and self.occupies)
+    def can_unload(self) -> bool:
+        """Whether it may be unloaded to make room."""
+        at_rest = self.state == "loaded" or (self.state == "sleeping" and self.in_memory)
         return at_rest and not self.users and not self.waiters and not self.source.pinned
 
-    def has_left(self, level: int) -> bool:
-        """Whether it is unloaded, or sleeps as deeply."""
+    def is_unloaded(self, level: int) -> bool:
+        """Return whether it is unloaded, or sleeps at this level."""
         asleep = self.state == "sleeping" and self.sleep_level >= level > 0
         return self.state == "unloaded" or asleep
 
     def cancel_timers(self) -> None:
-        """Nothing happens to it any more."""
+        """Cancel the idle timers."""
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()

@@ -43,7 +43,7 @@ from jinfer.server.tool_parsers.output_deltas import OutputDelta, ParsedAnswer, 
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    """An error as Ollama's clients read it: one text, which names the field at fault."""
+    """Return an error in Ollama's format: a single text, which names the field at fault."""
     named = error.param is None or error.message.startswith(error.param)
     return {"error": error.message if named else f"{error.param}: {error.message}"}
 
@@ -66,11 +66,11 @@ async def generate(
     reject_fields(
         body,
         images="the model does not read images",
-        template="the model has its own; write the whole prompt with raw: true",
-        suffix="a text is not filled in here; /infill and /v1/completions do that",
+        template="the model has its own template; use raw: true for a complete prompt",
+        suffix="use /infill or /v1/completions to fill in the middle",
     )
     if body.raw:
-        why = "a raw prompt is not put into a conversation"
+        why = "a raw prompt is not part of a conversation"
         reject_fields(body, **dict.fromkeys(("system", "context"), why))
     return await _answer(request, empty=not body.prompt)
 
@@ -92,7 +92,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
         request.running(prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer, whole = _OllamaAnswer(request, model, run, clock), _Parts()
+        answer, whole = _OllamaFormatter(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
                 whole += answer.push(chunk)
@@ -100,7 +100,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
 
 
 async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
-    """Load the model of a request that asks nothing; with a `keep_alive` of 0, unloads it."""
+    """Load the model of an empty request; with a `keep_alive` of 0, unload it."""
     models, keep = request.service.models, request.keep_alive()
     if keep == 0:
         model = models.by_name(request.body.model)
@@ -111,13 +111,13 @@ async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
 
 
 async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
-    """The lines of a stream; the last one has the figures. Silence has no lines."""
+    """Yield the lines of a stream; the last line has the statistics."""
     prepare = partial(_prepare, clock)
     async with (
         request.running(prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,
     ):
-        answer = _OllamaAnswer(request, model, run, clock)
+        answer = _OllamaFormatter(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]
             yield b"".join(dumps(answer.line(part)) + b"\n" for part in parts if part)
@@ -141,11 +141,11 @@ def _prompt(request: _Call, model: ServedModel, ignore: Ignore) -> PromptRequest
     body, session, settings = request.body, model.session, request.service.settings
     chat = chat_request(body)
     if isinstance(body, OllamaGenerateRequest) and (body.raw or not model.llm.can_chat):
-        # Where a model has no template, Ollama's is the prompt as it is.
+        # Without a chat template, Ollama uses the plain prompt.
         if body.system:
             raise invalid_request("the model has no chat template with a system prompt", "system")
         if body.think is not None:
-            request.ignore("think", "the prompt is not put into a chat template")
+            request.ignore("think", "the prompt has no chat template")
         changes = {"logprobs": chat.top_logprobs or 0} if chat.logprobs else {}
         options = request_options(chat, session, OLLAMA, changes, CHAT_FIELDS)
         ids = [*_context(body, model), *session.encode(body.prompt or "")]
@@ -155,7 +155,7 @@ def _prompt(request: _Call, model: ServedModel, ignore: Ignore) -> PromptRequest
 
 
 def _context(body: OllamaGenerateRequest, model: ServedModel) -> list[int]:
-    """The tokens of an earlier prompt and its answer."""
+    """Return the tokens of an earlier prompt and its answer."""
     try:
         return model.session.encode(body.context) if body.context else []
     except RequestError as error:
@@ -164,24 +164,24 @@ def _context(body: OllamaGenerateRequest, model: ServedModel) -> list[int]:
 
 @dataclass
 class Clock:
-    """When a request came, and when its model was there; durations are in nanoseconds."""
+    """Measures the durations of a request, in nanoseconds."""
 
     begun: int = field(default_factory=time.perf_counter_ns)
     load: int = 0
 
     def loaded(self) -> None:
-        """The model is there."""
+        """Record that the model is loaded."""
         self.load = self.total
 
     @property
     def total(self) -> int:
-        """Nanoseconds since the request came."""
+        """Nanoseconds since the request arrived."""
         return time.perf_counter_ns() - self.begun
 
 
 @dataclass
 class _Parts:
-    """What an answer, or a piece of one, consists of."""
+    """The content of an answer or of a piece."""
 
     content: str = ""
     thinking: str = ""
@@ -200,8 +200,8 @@ class _Parts:
 
 
 @dataclass
-class _OllamaAnswer:
-    """A request that is being answered."""
+class _OllamaFormatter:
+    """Formats the answer to a request."""
 
     request: _Call
     model: ServedModel
@@ -211,7 +211,7 @@ class _OllamaAnswer:
 
     def __post_init__(self) -> None:
         (self.job,) = self.run.jobs
-        # A call has its arguments as an object, so that it comes whole.
+        # The arguments of a call are an object, so that a call is never split.
         self._parsed = ParsedAnswer(WholeCallsParser(self.job.parsing.parser()))
         self._ids: list[int] = []
 
@@ -240,11 +240,11 @@ class _OllamaAnswer:
         }
 
     def line(self, parts: _Parts) -> dict[str, Any]:
-        """A line of a stream other than the last."""
+        """Return a line of a stream other than the last."""
         return {**_head(self.model), **_shape(self.request.body, parts), "done": False}
 
     def end(self, parts: _Parts) -> dict[str, Any]:
-        """The whole answer, or the last line of a stream."""
+        """Return the whole answer, or the last line of a stream."""
         used, body = self.run.usages[0], self.request.body
         prefill = max(0.0, used.prefill_seconds - used.queue_seconds)
         more: dict[str, Any] = {}
@@ -270,12 +270,12 @@ def _head(model: ServedModel) -> dict[str, Any]:
 
 
 def timestamp(when: datetime) -> str:
-    """A time as Ollama's clients read it (RFC 3339)."""
+    """Format a time for Ollama's clients (RFC 3339)."""
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _shape(body: OllamaChatRequest | OllamaGenerateRequest, parts: _Parts) -> dict[str, Any]:
-    """Parts of an answer in the format of the route."""
+    """Convert parts of an answer to the format of the route."""
     thinking = {"thinking": parts.thinking} if parts.thinking else {}
     logprobs = {"logprobs": parts.logprobs} if parts.logprobs else {}
     if isinstance(body, OllamaGenerateRequest):
@@ -289,7 +289,7 @@ _AS_MANY_AS_FIT = -1
 
 
 async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
-    """Handle an embedding request; vectors have the length 1, as Ollama's."""
+    """Handle an embedding request; vectors are normalized, as in Ollama."""
     body, clock = request.body, Clock()
     truncate = None if body.truncate is False else _AS_MANY_AS_FIT
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
@@ -310,7 +310,7 @@ async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
 
 
 async def embeddings(request: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
-    """Handle a request of the older route; the vector's length is the model's, as Ollama's."""
+    """Handle a request of the older route; the vector is not normalized, as in Ollama."""
     body = request.body
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
         request.note(model=model.name)

@@ -1,4 +1,4 @@
-"""Ollama API: models that are served (/api/tags, /api/show, /api/ps), and what is not done here."""
+"""Ollama models: /api/tags, /api/show, /api/ps, and refused routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.opening.open_model import Opened
+from jinfer.loader.open_model import Opened
 from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 from jinfer.server.core.request_params import OLLAMA
@@ -28,14 +28,14 @@ from jinfer.server.ollama.ollama_schemas import OllamaShowRequest
 from jinfer.server.tool_parsers.parser_registry import reasoning_format, tool_call_format
 from jinfer.version import __version__
 
-# The version of Ollama whose fields are read: clients refuse to talk to an older one.
+# The supported version of Ollama's API: clients refuse older versions.
 OLLAMA_VERSION = "0.12.11"
 _FOREVER = "9999-12-31T23:59:59Z"
 _UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": ""}
 
 
 async def version(request: RequestContext[Any]) -> HttpResponse:
-    """The version of Ollama whose API this is, and jinfer's."""
+    """Return the version of Ollama's API, and of jinfer."""
     return HttpResponse({"version": OLLAMA_VERSION, "jinfer": __version__})
 
 
@@ -46,7 +46,7 @@ async def tags(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def running(request: RequestContext[Any]) -> HttpResponse:
-    """List the models in memory, but for those that sleep."""
+    """List the models in memory that are awake."""
     listed = []
     for model in request.service.models.models:
         if model.state == "loaded":
@@ -60,7 +60,7 @@ async def running(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
-    """Describe one model; it is not loaded for that."""
+    """Describe a model without loading it."""
     model = await request.service.models.look_for(request.body.model or request.body.name)
     if model.open and model.worker is not None:
         raise RunsElsewhereError(model, awake=False)
@@ -79,7 +79,7 @@ async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
 
 
 def description(name: str, opened: Opened, known: ModelDetails) -> dict[str, Any]:
-    """What /api/show says of a model that was opened."""
+    """Describe an opened model for /api/show."""
     conversation = opened.conversation
     return {
         "modelfile": f"FROM {name}\n",
@@ -94,7 +94,7 @@ def describe(source: ModelSource) -> tuple[dict[str, Any], ModelDetails]:
     """Describe a model that is not loaded.
 
     Raises:
-        USER_ERRORS: it cannot be opened.
+        USER_ERRORS: the model cannot be opened.
     """
     opened, known = opened_details(source)
     return description(source.name, opened, known), known
@@ -103,7 +103,7 @@ def describe(source: ModelSource) -> tuple[dict[str, Any], ModelDetails]:
 def describe_beside(
     source: ModelSource, settings: ServerSettings
 ) -> tuple[dict[str, Any], ModelDetails]:
-    """As `describe`, where other models' streams go on meanwhile: in a process of its own."""
+    """Describe a model in its own process, so that the streams of other models continue."""
     if not has_own_processes(settings):
         return describe(source)
     return asked_process(source, settings)
@@ -112,13 +112,13 @@ def describe_beside(
 async def refuse(request: RequestContext[Any]) -> HttpResponse:
     """Refuse to change the models that are served."""
     raise unsupported_field(
-        "requests do not change the server's models; name others on its command line, or put them "
-        "into the folder of --models-dir"
+        "requests do not change the server's models; use its command line, or the folder of "
+        "--models-dir"
     )
 
 
 def _expiry(model: ServedModel) -> str:
-    """When a model leaves memory if nobody asks it anything meanwhile."""
+    """Return the time at which an idle model is unloaded."""
     if model.keep is None or model.keep == math.inf or model.source.pinned:
         return _FOREVER
     rested = 0.0 if model.users else time.monotonic() - model.last_used
@@ -129,7 +129,7 @@ def _expiry(model: ServedModel) -> str:
 
 
 def _parameters(opened: Opened) -> Iterator[str]:
-    """Lines with the parameters of a request to /api/chat that says nothing."""
+    """Yield the default parameters of /api/chat, a line each."""
     params = SamplingParams(**over_defaults(dict(OLLAMA), canonical_names(opened.defaults)))
     for option in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n"):
         yield f"{option} {getattr(params, parameter_of(option))}"
@@ -137,7 +137,7 @@ def _parameters(opened: Opened) -> Iterator[str]:
 
 
 def _with_adapters(model: ServedModel) -> Iterator[dict[str, Any]]:
-    """A model of a list, and its LoRA adapters, whose names requests may use as well."""
+    """Yield a model and its LoRA adapters, for lists."""
     shown = _listed(model)
     yield shown
     for name in model.adapters:
@@ -147,7 +147,7 @@ def _with_adapters(model: ServedModel) -> Iterator[dict[str, Any]]:
 
 
 def _listed(model: ServedModel) -> dict[str, Any]:
-    """A model of a list; what is not known yet is empty."""
+    """Describe a model for lists; unknown values are empty."""
     return {
         "name": model.name,
         "model": model.name,
@@ -159,7 +159,7 @@ def _listed(model: ServedModel) -> dict[str, Any]:
 
 
 def _digest(*names: str) -> str:
-    """A digest of where a model is, not of its bytes: those may be many gigabytes."""
+    """Hash the location of a model rather than its bytes, which may be many gigabytes."""
     return hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
@@ -181,7 +181,7 @@ def _details(model: ServedModel) -> dict[str, Any]:
 
 
 def _rounded(count: int) -> str:
-    """A number of parameters as people write it: 1.2B, 135M."""
+    """Format a number of parameters: 1.2B, 135M."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.3g}{letter}"
@@ -189,7 +189,7 @@ def _rounded(count: int) -> str:
 
 
 def _model_info(name: str, known: ModelDetails) -> dict[str, Any]:
-    """What is known of a model, under GGUF's names."""
+    """Return the known sizes of a model, under GGUF's names."""
     family = known.family or "jinfer"
     return {
         "general.architecture": family,
@@ -202,7 +202,7 @@ def _model_info(name: str, known: ModelDetails) -> dict[str, Any]:
 
 
 def _capabilities(opened: Opened, known: ModelDetails) -> list[str]:
-    """What a model can do, in Ollama's words. Any model that chats can be given tools."""
+    """Return a model's capabilities under Ollama's names. Any chat model supports tools."""
     chats = "chat" in known.capabilities
     result = ["completion"] if "completion" in known.capabilities else []
     result += ["tools"] if chats else []

@@ -9,14 +9,14 @@ from pydantic import BaseModel, Field
 from jinfer.server.core.chat_schemas import AnyTool
 from jinfer.server.http import schema_base as base
 
-_HOLDS = base.Ignored("a served model has what it was loaded with")
-_UNSAMPLED = base.Ignored("vectors are not sampled")
+_HOLDS = base.Ignored("loading options of a served model cannot be changed")
+_UNSAMPLED = base.Ignored("embeddings are not sampled")
 Loading = Annotated[Any, _HOLDS]
-KeepAlive = str | float | None  # told where models stay in memory
+KeepAlive = str | float | None  # ignored if models stay in memory
 
 
 class OllamaOptions(base.RequestModel):
-    """`options`: how answers are chosen, and how Ollama would load a model."""
+    """`options`: parameters of sampling, and of loading."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -24,8 +24,8 @@ class OllamaOptions(base.RequestModel):
     min_p: float | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
-    seed: int | None = Field(None, description="-1: a new one")
-    num_predict: int | None = Field(None, description="not above 0: up to the context's end")
+    seed: int | None = Field(None, description="-1: random")
+    num_predict: int | None = Field(None, description="0 or less: up to the end of the context")
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
@@ -35,10 +35,10 @@ class OllamaOptions(base.RequestModel):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     penalize_newline: Annotated[
-        bool | None, base.Ignored("a newline is a token as others", (True,))
+        bool | None, base.Ignored("newlines are penalized like other tokens", (True,))
     ] = None
-    num_ctx: Annotated[int | None, base.Ignored("--ctx-size says how long a sequence is")] = None
-    num_keep: Annotated[int | None, base.Ignored("a context is never shifted")] = None
+    num_ctx: Annotated[int | None, base.Ignored("use --ctx-size")] = None
+    num_keep: Annotated[int | None, base.Ignored("the context is never shifted")] = None
     num_batch: Loading = None
     num_gpu: Loading = None
     main_gpu: Loading = None
@@ -75,25 +75,25 @@ class OllamaMessage(base.ReplayedModel):
     role: str = Field(description="system, user, assistant, tool, or a template's own")
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = Field(None, description="none: the models read texts")
+    images: list[str] | None = Field(None, description="not supported: models read text only")
     tool_calls: list[OllamaCall] | None = None
-    tool_name: str | None = Field(None, description="the function that a tool's answer is of")
+    tool_name: str | None = Field(None, description="name of the function with this result")
     tool_call_id: str | None = None
 
     @property
     def was_answer(self) -> bool:
-        """Assistant messages were answers once."""
+        """Return whether the message is an earlier answer."""
         return self.role == "assistant"
 
 
 class _Generates(base.RequestModel):
-    """What the routes that generate share."""
+    """Common fields of the routes that generate."""
 
     model: str | None = None
-    stream: bool | None = Field(None, description="true if not given")
+    stream: bool | None = Field(None, description="default: true")
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = Field(
-        None, description="json, or a JSON schema; an empty one is json"
+        None, description="json, or a JSON schema; an empty schema means json"
     )
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: KeepAlive = None
@@ -113,11 +113,11 @@ class OllamaGenerateRequest(_Generates):
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = Field(None, description="the prompt is not put into the chat template")
-    context: list[int] | None = Field(None, description="of an earlier answer")
-    suffix: str | None = Field(None, description="refused: nothing is filled in")
-    template: str | None = Field(None, description="refused: models have their own")
-    images: list[str] | None = Field(None, description="none: the models read texts")
+    raw: bool | None = Field(None, description="do not apply the chat template")
+    context: list[int] | None = Field(None, description="tokens of an earlier answer")
+    suffix: str | None = Field(None, description="rejected; use /infill")
+    template: str | None = Field(None, description="rejected; models have their own templates")
+    images: list[str] | None = Field(None, description="not supported: models read text only")
 
 
 class OllamaEmbedRequest(base.RequestModel):
@@ -125,7 +125,7 @@ class OllamaEmbedRequest(base.RequestModel):
 
     model: str | None = None
     input: str | list[str]
-    truncate: bool | None = Field(None, description="true if not given")
+    truncate: bool | None = Field(None, description="default: true")
     dimensions: int | None = Field(None, ge=1)
     options: Annotated[OllamaOptions | None, _UNSAMPLED] = None
     keep_alive: KeepAlive = None
@@ -144,8 +144,8 @@ class OllamaShowRequest(base.RequestModel):
     """A request to /api/show."""
 
     model: str | None = None
-    name: str | None = Field(None, description="an older name of model")
-    verbose: bool | None = Field(None, description="nothing more is known")
+    name: str | None = Field(None, description="older name of model")
+    verbose: bool | None = Field(None, description="has no effect")
 
 
 class OllamaError(BaseModel):
@@ -155,7 +155,7 @@ class OllamaError(BaseModel):
 
 
 class OllamaFigures(base.ResponseModel):
-    """What a whole answer, and the last line of a stream, tell; times are nanoseconds."""
+    """Statistics of a whole answer, or of the last line of a stream; times in nanoseconds."""
 
     model: str
     created_at: str
@@ -209,7 +209,7 @@ class OllamaEmbeddingsResponse(base.ResponseModel):
 
 
 class OllamaDetails(base.ResponseModel):
-    """What a model is."""
+    """The details of a model."""
 
     parent_model: str
     format: str

@@ -1,4 +1,4 @@
-"""Ollama requests: translated into chat completion requests."""
+"""Ollama to chat: translates Ollama's requests to chat requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jinfer.server.ollama.ollama_schemas import (
     OllamaOptions,
 )
 
-# Field of a chat completion -> Ollama's name of it.
+# Field of a chat request -> Ollama's name.
 _NAMES: Mapping[str, str] = {
     "response_format": "format",
     "json_schema": "format",
@@ -38,10 +38,10 @@ def ollama_name(field: str, body: OllamaChatRequest | OllamaGenerateRequest) -> 
 
 
 def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
-    """The request as a chat completion.
+    """Translate a request to a chat request.
 
     Raises:
-        ApiError: the request has something that is not supported.
+        ApiError: the request has unsupported content.
     """
     chat: dict[str, Any] = {"model": body.model}  # which may be the name of an adapter
     chat |= {**_sampling(body.options), **_thinking(body.think)}
@@ -51,7 +51,7 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
         system = [{"role": "system", "content": body.system}] if body.system else []
         chat["messages"] = [*system, {"role": "user", "content": body.prompt or ""}]
     if body.format or body.format == {}:
-        chat["response_format"] = {"type": "json_object"}  # as Ollama understands {}, too
+        chat["response_format"] = {"type": "json_object"}  # Ollama treats {} as json
         if isinstance(body.format, dict) and body.format:
             schema = {"schema": body.format}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -61,7 +61,7 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
 
 
 def _sampling(options: OllamaOptions | None) -> dict[str, Any]:
-    """The options that choose an answer, under the names of chat completions."""
+    """Translate the sampling options to fields of chat requests."""
     fields = {} if options is None else options.given_fields()
     sampling = {k: v for k, v in fields.items() if k in ChatRequest.model_fields}
     if fields.get("num_predict", 0) > 0:
@@ -70,14 +70,14 @@ def _sampling(options: OllamaOptions | None) -> dict[str, Any]:
 
 
 def _thinking(think: bool | str | None) -> dict[str, Any]:
-    """Whether the model thinks, or how much."""
+    """Translate `think` to fields of chat requests."""
     if think is None or isinstance(think, str):
         return {"reasoning_effort": think}
     return {"thinking": {"type": "enabled" if think else "disabled"}}
 
 
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages of a chat completion. Calls without an id get one, and their answers the same."""
+    """Translate messages. Calls without an id and their results get an id."""
     waiting: list[tuple[str, str]] = []  # names and ids of calls without an answer
     result = []
     for number, item in enumerate(messages):

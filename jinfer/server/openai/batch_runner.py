@@ -1,7 +1,7 @@
-"""Batch runner: answers the requests of batches, one batch after another, below all others.
+"""Batch runner: answers the requests of batches, a batch at a time, with low priority.
 
-Its requests have a priority that is lower than that of any client's, so that the scheduler gives
-their slots to whoever comes; see `jinfer.engine.scheduling.scheduler`.
+Requests of batches have the lowest priority, so that the scheduler preempts them for other
+requests; see `jinfer.engine.scheduling.scheduler`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from jinfer.server.stores.batch_store import BatchResults, BatchStore, Outcome
 from jinfer.server.stores.file_store import new_file_id
 
 _log = logging.getLogger("jinfer.server")
-PRIORITY = 1_000_000  # of a batch's requests; lower ones go first
+PRIORITY = 1_000_000  # priority of batch requests; lower values are scheduled first
 MAX_LINES = 50_000
-_MAX_ERRORS = 100  # that are told
-# Endpoint -> what answers a request to it.
+_MAX_ERRORS = 100  # reported errors
+# Endpoint -> its handler and schema.
 RUNNABLE: Mapping[str, tuple[Handler, type[BaseModel]]] = {
     "/v1/chat/completions": (chat, ChatRequest),
     "/v1/completions": (completions, CompletionRequest),
@@ -56,11 +56,11 @@ RUNNABLE: Mapping[str, tuple[Handler, type[BaseModel]]] = {
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A request of a batch: where its line is in the file.
+    """A request of a batch: the position of its line in the file.
 
     Attributes:
-        custom_id: what its sender calls it.
-        model: the model that it names.
+        custom_id: the client's id.
+        model: the name of its model.
     """
 
     custom_id: str
@@ -71,7 +71,7 @@ class BatchLine:
 
 @dataclass(eq=False)
 class BatchErrors(Exception):
-    """A file that is no batch of requests.
+    """Raised for an invalid batch file.
 
     Attributes:
         errors: code, message, param and line of each error, in OpenAI's form.
@@ -81,13 +81,13 @@ class BatchErrors(Exception):
 
 
 def read_lines(path: Path, endpoint: str, max_bytes: int) -> list[BatchLine]:
-    """The requests of a batch's file. Slow.
+    """Read the requests of a batch's file. Slow.
 
     Args:
-        max_bytes: of a line.
+        max_bytes: maximum size of a line.
 
     Raises:
-        BatchErrors: lines that are no requests to the endpoint.
+        BatchErrors: lines that are not requests to the endpoint.
     """
     lines: dict[str, BatchLine] = {}
     errors: list[dict[str, Any]] = []
@@ -97,7 +97,9 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> list[BatchLine]:
             try:
                 if text.strip():
                     if len(lines) >= MAX_LINES:
-                        raise _line_error("too_many_tasks", f"it has more than {MAX_LINES} lines")
+                        raise _line_error(
+                            "too_many_tasks", f"the file has more than {MAX_LINES} lines"
+                        )
                     line = _read_line(text, start, endpoint, max_bytes)
                     if line.custom_id in lines:
                         raise _line_error(
@@ -129,13 +131,15 @@ def _read_line(text: bytes, start: int, endpoint: str, max_bytes: int) -> BatchL
         raise _line_error("invalid_json_line", "the line is not a JSON object")
     id, body = value.get("custom_id"), value.get("body")
     if not isinstance(id, str) or not 0 < len(id) <= 512:
-        raise _line_error("missing_required_parameter", "it has no custom_id", "custom_id")
+        raise _line_error("missing_required_parameter", "the line has no custom_id", "custom_id")
     if value.get("method") != "POST":
-        raise _line_error("invalid_method", "the method is POST", "method")
+        raise _line_error("invalid_method", "the method must be POST", "method")
     if value.get("url") != endpoint:
         raise _line_error("mismatched_endpoint", f"the batch is for {endpoint}", "url")
     if not isinstance(body, dict):
-        raise _line_error("missing_required_parameter", "it has no body, an object", "body")
+        raise _line_error(
+            "missing_required_parameter", "the line has no body, which must be an object", "body"
+        )
     model = body.get("model")
     return BatchLine(id, start, len(text), model if isinstance(model, str) else None)
 
@@ -147,7 +151,7 @@ def _line_error(code: str, message: str, param: str | None = None) -> ApiError:
 async def answer_line(
     service: Service, endpoint: str, path: Path, line: BatchLine
 ) -> tuple[int, Any, str]:
-    """Answer a request of a batch. Returns status, body and request id."""
+    """Answer a request of a batch; return status, body and request id."""
     id = uuid.uuid4().hex
     handler, schema = RUNNABLE[endpoint]
     scope = {"type": "http", "method": "POST", "path": endpoint, "headers": [], "query_string": b""}
@@ -172,7 +176,7 @@ async def answer_line(
 async def _elsewhere(
     service: Service, found: RunsElsewhereError, request: Request, data: bytes, id: str
 ) -> tuple[int, Any, str]:
-    """Have a request answered by the process that its model has."""
+    """Forward a request to the process of its model."""
     status, pieces = 0, list[bytes]()
 
     async def send(message: Any) -> None:
@@ -180,22 +184,22 @@ async def _elsewhere(
         status = message.get("status", status)
         pieces.append(message.get("body", b""))
 
-    async with service.models.hold(found.model, awake=found.awake) as model:
-        assert model.worker is not None, "it has a process of its own"
+    async with service.models.keep_loaded(found.model, awake=found.awake) as model:
+        assert model.worker is not None, "the model has its own process"
         seconds = service.settings.send_seconds
         await forward(request, data, id, model.worker.socket, send, seconds)
     return status, orjson.loads(b"".join(pieces)), id
 
 
 def _read_body(path: Path, line: BatchLine, schema: type[BaseModel]) -> tuple[BaseModel, bytes]:
-    """The body of a request, parsed and as JSON, with the batch's priority. Raises `ApiError`."""
+    """Read a request's body with the batch's priority, parsed and as JSON. Raises `ApiError`."""
     with path.open("rb") as file:
         file.seek(line.start)
         value = orjson.loads(file.read(line.length))["body"]
     body: Any = parse_body(orjson.dumps(value), schema)
     for name in ("stream", "background"):
         if getattr(body, name, None):
-            raise invalid_request("a batch gives whole answers; leave it out", name)
+            raise invalid_request("answers of a batch are not streamed; leave it out", name)
     if "priority" in schema.model_fields:
         body.priority = value["priority"] = PRIORITY
     if isinstance(body, ResponseRequest) and body.store is None:
@@ -203,9 +207,9 @@ def _read_body(path: Path, line: BatchLine, schema: type[BaseModel]) -> tuple[Ba
     return body, orjson.dumps(value)
 
 
-_AGAIN = ("queue_full", "loading", "closing", "process_silent")  # errors that pass
-_PAUSE = 1.0  # seconds until a request is tried again
-_LOOK = 60.0  # seconds between looks for what has expired
+_AGAIN = ("queue_full", "loading", "closing", "process_silent")  # temporary errors
+_PAUSE = 1.0  # seconds until a retry
+_LOOK = 60.0  # seconds between two checks for expired files and batches
 type Answer = Callable[[Service, str, Path, BatchLine], Awaitable[tuple[int, Any, str]]]
 
 
@@ -216,7 +220,7 @@ class BatchRunner:
     Attributes:
         service: the server.
         store: its batches.
-        answer: answers a line.
+        answer: function that answers a line.
     """
 
     service: Service
@@ -224,11 +228,11 @@ class BatchRunner:
     answer: Answer = answer_line
 
     def __post_init__(self) -> None:
-        # Whoever comes goes first, so an answer may take any time.
+        # Other requests are scheduled first, so an answer has no time limit.
         self.service = replace(self.service, settings=replace(self.service.settings, timeout=None))
 
     async def run(self) -> None:
-        """Run batches until it is cancelled."""
+        """Run batches until cancelled."""
         while True:
             self.store.changed.clear()
             if (batch := self.store.next()) is None:
@@ -241,11 +245,11 @@ class BatchRunner:
                 await self.run_batch(batch)
             except Exception as error:
                 _log.error("a batch failed", exc_info=error)
-                reason = {"code": "server_error", "message": "the server failed at this batch"}
+                reason = {"code": "server_error", "message": "the server failed to run this batch"}
                 self._fail(batch, [{**reason, "param": None, "line": None}])
 
     async def run_batch(self, batch: dict[str, Any]) -> None:
-        """Run a batch to its end, from where it stands."""
+        """Run a batch to its end, from its current state."""
         outcome: Outcome = batch.get("_outcome", "completed")
         if batch["status"] != "finalizing":
             path = self.store.files.path(batch["input_file_id"])
@@ -275,14 +279,14 @@ class BatchRunner:
     async def _answer_all(
         self, batch: dict[str, Any], path: Path, lines: list[BatchLine], results: BatchResults
     ) -> Outcome:
-        """Answer the lines that have no answer yet; returns how the batch ends."""
+        """Answer the lines without an answer; return the outcome of the batch."""
         done = results.completed | results.failed
         left = iter([line for line in lines if line.custom_id not in done])
         self._count(batch, lines, results)
 
         async def work() -> None:
             for line in left:
-                while self.service.models.waiting:  # for a model that this batch keeps in use
+                while self.service.models.waiting:  # requests that wait for a model have priority
                     await asyncio.sleep(_PAUSE)
                 await self._answer(batch, path, line, results)
                 self._count(batch, lines, results)
@@ -305,18 +309,18 @@ class BatchRunner:
             await asyncio.gather(*tasks, working, stopped, return_exceptions=True)
 
     async def _at_a_time(self, batch: dict[str, Any], lines: list[BatchLine]) -> int:
-        """How many requests run at a time: as many as the first one's model has slots, but one."""
+        """Return the number of concurrent requests: one less than the slots of the model."""
         while not self.service.models.ready:
             await asyncio.sleep(_PAUSE)
         if batch["endpoint"] == "/v1/embeddings":
-            return 1  # texts are computed between the steps of all others
+            return 1  # texts are computed between the engine's steps
         with contextlib.suppress(Exception):
             async with self.service.models.use(lines[0].model) as model:
-                return max(1, model.session.engine.scheduler.slots - 1)  # one for who comes
+                return max(1, model.session.engine.scheduler.slots - 1)  # a slot for others
         return 1
 
     async def _stopped(self, batch: dict[str, Any]) -> None:
-        """Return when a batch is cancelled, or has expired."""
+        """Wait until a batch is cancelled or has expired."""
         while batch["status"] != "cancelling" and (left := batch["expires_at"] - time.time()) > 0:
             self.store.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -326,7 +330,7 @@ class BatchRunner:
     async def _answer(
         self, batch: dict[str, Any], path: Path, line: BatchLine, results: BatchResults
     ) -> None:
-        """Answer a line, and writes that down."""
+        """Answer a line, and write the result."""
         while True:
             status, body, id = await self.answer(self.service, batch["endpoint"], path, line)
             code = body["error"].get("code") if status >= 400 else None
@@ -334,7 +338,7 @@ class BatchRunner:
                 break
             await asyncio.sleep(_PAUSE)
         response = {"status_code": status, "request_id": id, "body": body}
-        # Not in a thread: a line that is being written would outlive a cancelled task.
+        # Not in a thread: the write would outlive a cancelled task.
         results.write(line.custom_id, _result(line, response, None), failed=status >= 400)
 
     def _count(self, batch: dict[str, Any], lines: list[BatchLine], results: BatchResults) -> None:
@@ -345,7 +349,7 @@ class BatchRunner:
         }
 
     async def _finish(self, batch: dict[str, Any], outcome: Outcome) -> None:
-        """Make files of the results. Goes on where it was, if the server was killed meanwhile."""
+        """Make files of the results; resume after a crash of the server."""
         names = ("output_file_id", "error_file_id")
         paths = self.store.result_paths(batch)
         if batch["status"] != "finalizing":
@@ -372,7 +376,7 @@ class BatchRunner:
 
 
 def _result(line: BatchLine, response: Any, error: Any) -> dict[str, Any]:
-    """A line of an output or error file."""
+    """Format a line of an output or error file."""
     id = f"batch_req_{uuid.uuid4().hex}"
     return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
 

@@ -25,7 +25,7 @@ class BatchRequest(base.RequestModel):
     input_file_id: str
     endpoint: BatchEndpoint
     completion_window: str = Field(
-        pattern=r"^[1-9][0-9]{0,2}h$", description="hours until it expires: 24h"
+        pattern=r"^[1-9][0-9]{0,2}h$", description="hours until the batch expires: 24h"
     )
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -67,13 +67,13 @@ class BatchList(base.ResponseModel):
 
 
 async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
-    """Take a batch in; it runs below all other requests."""
+    """Create a batch; it runs with low priority."""
     body, store = request.body, _store(request)
     file = store.files.get(body.input_file_id)
     if file is None:
         raise invalid_request(f"there is no file {body.input_file_id[:80]!r}", "input_file_id")
     if file.purpose != "batch":
-        raise invalid_request("its purpose is not batch", "input_file_id")
+        raise invalid_request("the purpose of the file is not batch", "input_file_id")
     request.note(metadata=body.metadata)
     expires = body.output_expires_after
     fields = {
@@ -87,7 +87,7 @@ async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
 
 
 async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
-    """A batch."""
+    """Return a batch."""
     return HttpResponse(shown(_batch(request)))
 
 
@@ -99,7 +99,7 @@ async def list_batches(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:
-    """End a batch; the answers that are there stay. One that has ended stays as it is."""
+    """Cancel a batch and keep its results; a finished batch is unchanged."""
     batch = _batch(request)
     if batch["status"] not in (*ENDED, "finalizing", "cancelling"):
         _store(request).move(batch, "cancelling")
@@ -108,12 +108,12 @@ async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:
 
 def _store(request: RequestContext[Any]) -> BatchStore:
     file_store(request.service)
-    assert request.service.batches is not None, "it stands beside the files"
+    assert request.service.batches is not None, "stores of files and batches exist together"
     return request.service.batches
 
 
 def _batch(request: RequestContext[Any]) -> dict[str, Any]:
-    """The batch that the path names. Raises `ApiError`."""
+    """Return the batch of the path. Raises `ApiError`."""
     id = str(request.http.path_params["batch_id"])
     if (found := _store(request).batches.get(id)) is None:
         raise ApiError(404, f"there is no batch {id[:80]!r}", param="batch_id")

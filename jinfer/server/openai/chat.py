@@ -18,7 +18,7 @@ from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
+from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.server.tool_parsers.output_deltas import (
     OutputDelta,
     ParsedAnswer,
@@ -31,16 +31,16 @@ async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedR
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)
-    reject_fields(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
+    reject_fields(body, n_probs="use logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
-        raise unsupported_field("they are not streamed", "prompt_logprobs")
+        raise unsupported_field("streams have no prompt log-probabilities", "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("it needs logprobs: true", "top_logprobs")
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.stream:
-        return StreamedResponse(stream_answer(request, _prepare, _ChatAnswer))
+        return StreamedResponse(stream_answer(request, _prepare, _ChatFormatter))
     async with request.running(_prepare) as (model, run):
-        answer = _ChatAnswer(request, model, run)
+        answer = _ChatFormatter(request, model, run)
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             arguments = score_prompt, model.session, answer.job.ids, body.prompt_logprobs
@@ -59,8 +59,8 @@ def _prepare(request: RequestContext[ChatRequest], model: ServedModel) -> list[P
     return [prepare_chat(request.body, model, request.service.settings, request.ignore)]
 
 
-class _ChatAnswer(OpenAIAnswer):
-    """A chat request that is being answered."""
+class _ChatFormatter(OpenAIFormatter):
+    """Formats the answers to a chat request."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
@@ -71,14 +71,14 @@ class _ChatAnswer(OpenAIAnswer):
         self.parsed = [ParsedAnswer(self.job.parsing.parser()) for _ in self.run.prepared]
 
     def whole(self, answers: list[Completion]) -> dict[str, Any]:
-        """The response body with all choices."""
+        """Return the response body with all choices."""
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         more = {"prompt_token_ids": self.job.ids} if self.job.options.token_ids else {}
         more |= self._prompt_text() | self.verbose(0, self.job, answers[0])
         return self.body(choices, answers[0].usage) | more
 
     def _prompt_text(self) -> dict[str, Any]:
-        """What the model reads, if requested."""
+        """Return the text of the prompt, if requested."""
         if not self.request.body.return_prompt_text:
             return {}
         tokenizer = self.model.session.tokenizer
@@ -86,7 +86,7 @@ class _ChatAnswer(OpenAIAnswer):
 
     @property
     def _shows_thoughts(self) -> bool:
-        """Whether thoughts are part of the answer."""
+        """Whether the response shows thoughts."""
         body = self.request.body
         hidden = body.reasoning is not None and body.reasoning.exclude
         return body.include_reasoning is not False and not hidden
@@ -120,7 +120,7 @@ class _ChatAnswer(OpenAIAnswer):
         return choice | captured(answer.captured, self.request.body)
 
     def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """Log-probabilities in the format of chat completions."""
+        """Convert log-probabilities to the format of chat completions."""
         as_ids = self.request.body.return_tokens_as_token_ids
         return usage.chat_logprobs(self.model.llm.tokenizer, entries, as_ids)
 
@@ -128,7 +128,7 @@ class _ChatAnswer(OpenAIAnswer):
         return "tool_calls" if reading.calls and reason == "stop" else reason
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
-        """The events of one engine chunk."""
+        """Return the events of an engine chunk."""
         result: list[dict[str, Any]] = []
         reading, body, options = self.parsed[index], self.request.body, self.job.options
         if not reading.started:
@@ -153,7 +153,7 @@ class _ChatAnswer(OpenAIAnswer):
             more["logprobs"] = {"content": entries, "refusal": None}
         if options.token_ids:
             more["token_ids"] = list(piece.token_ids)
-        # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
+        # With continuous usage the finish reason is in the chunk of the last token, as in vLLM.
         stream = body.stream_options
         together = stream is not None and stream.continuous_usage_stats
         if delta or more or options.timings:

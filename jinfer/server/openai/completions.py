@@ -28,7 +28,7 @@ from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
+from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.tokenizer_base import valid_text
@@ -43,11 +43,11 @@ class CompletionRequest(SamplingFields):
     stream_options: base.StreamOptions | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: str | None = Field(None, description="what follows the gap that is filled in (FIM)")
+    suffix: str | None = Field(None, description="text after the gap to fill in (FIM)")
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     user: str | None = Field(None, description="is logged")
-    prompt_embeds: Annotated[None, base.rejected_field("prompts are texts or token ids")] = None
+    prompt_embeds: Annotated[None, base.rejected_field("prompts must be texts or token ids")] = None
 
 
 class TextLogprobs(base.ResponseModel):
@@ -82,7 +82,7 @@ class CompletionResponse(base.ResponseModel):
 
 
 def token_offsets(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
-    """The offset of each token in the decoded text.
+    """Return the offset of each token in the decoded text.
 
     A token that continues a character has that character's offset. Advances the detokenizer.
     """
@@ -94,10 +94,10 @@ def token_offsets(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
 
 
 class TextOffsets:
-    """Text offsets of an answer's tokens, incrementally."""
+    """Computes the text offsets of an answer's tokens incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
-        """Begin the answer to a request; without a tokenizer all offsets are 0."""
+        """Begin an answer; without a tokenizer all offsets are 0."""
         self._detokenizer = None
         self._shown = 0
         if tokenizer is not None:
@@ -107,11 +107,11 @@ class TextOffsets:
             )
 
     def of(self, ids: Sequence[int], text: str = "", *, ended: bool = False) -> list[int]:
-        """The offsets of more tokens.
+        """Return the offsets of more tokens.
 
         Args:
             text: the text shown with them; part may be held back for a stop text.
-            ended: no more text follows, so tokens that were not shown are at the end.
+            ended: whether the text ends here, so that hidden tokens are at the end.
         """
         self._shown += len(text)
         if self._detokenizer is None:
@@ -123,13 +123,13 @@ class TextOffsets:
 def token_offsets_in(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], *, last: bool = False
 ) -> list[int]:
-    """The offset of each token in a text that may name special tokens.
+    """Return the offset of each token in a text that may contain special tokens.
 
     Where the tokenizer normalizes the text, an offset is the length of the tokens before it, at
     most the text's length.
 
     Args:
-        last: the tokens may be only the last ones of the text.
+        last: whether the tokens are the last tokens of the text.
     """
     data = valid_text(text).encode()
     begins = [0, *accumulate(len(letter.encode()) for letter in valid_text(text))]
@@ -156,11 +156,9 @@ async def completions(
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)
-    reject_fields(body, n_probs="log-probabilities are given with logprobs")
+    reject_fields(body, n_probs="use logprobs")
     if body.suffix and body.echo:
-        raise unsupported_field(
-            "what is filled in stands inside of the text; leave one out", "echo"
-        )
+        raise unsupported_field("suffix and echo cannot be combined; leave one out", "echo")
     request.note(user=body.user)
     if body.stream:
         if body.echo and body.logprobs is not None:
@@ -168,10 +166,10 @@ async def completions(
                 "log-probabilities of an echoed prompt are not streamed", "echo"
             )
         if body.prompt_logprobs is not None:
-            raise unsupported_field("they are not streamed", "prompt_logprobs")
-        return StreamedResponse(stream_answer(request, _prepare_prompts, _TextAnswers))
+            raise unsupported_field("streams have no prompt log-probabilities", "prompt_logprobs")
+        return StreamedResponse(stream_answer(request, _prepare_prompts, _CompletionFormatter))
     async with request.running(_prepare_prompts) as (model, run):
-        answer = _TextAnswers(request, model, run)
+        answer = _CompletionFormatter(request, model, run)
         await answer.score()
         groups = await run.completions()
         if body.logprobs is None and body.prompt_logprobs is None and not body.capture:
@@ -183,7 +181,7 @@ async def completions(
 def _prepare_prompts(
     request: RequestContext[CompletionRequest], model: ServedModel
 ) -> list[PromptRequests]:
-    """Tokenize and validates the prompts. Slow: call it in a worker thread."""
+    """Tokenize and validate the prompts. Slow: call it in a worker thread."""
     body, session, settings = request.body, model.session, request.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
     sampling = request_options(body, session, COMPLETIONS, changes, _ROUTE)
@@ -200,12 +198,12 @@ def _prepare_prompts(
     ]
 
 
-class _TextAnswers(OpenAIAnswer):
-    """A completion request that is being answered.
+class _CompletionFormatter(OpenAIFormatter):
+    """Formats the answers to a completion request.
 
     Attributes:
         prompt_logprobs: log-probabilities of each prompt's tokens, if requested.
-        offsets: text offsets of the answers that have begun to be streamed, by index.
+        offsets: text offsets of streamed answers, by index.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -236,7 +234,7 @@ class _TextAnswers(OpenAIAnswer):
             self.prompt_logprobs.append(found)
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
-        """The response body with all choices."""
+        """Return the response body with all choices."""
         answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
         choices = [self._choice(number, *answer) for number, answer in enumerate(answers)]
         more = self.verbose(0, self.jobs[0], groups[0][0])
@@ -272,7 +270,7 @@ class _TextAnswers(OpenAIAnswer):
         return choice | captured(answer.captured, body)
 
     def echoed_text(self, prompt: int) -> str:
-        """The prompt's text, if the answer echoes it; else ""."""
+        """Return the prompt's text, if the answer echoes it; else ""."""
         if not self.request.body.echo:
             return ""
         if (text := self._sent_text(prompt)) is not None:
@@ -281,11 +279,11 @@ class _TextAnswers(OpenAIAnswer):
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
     def _offsets(self, prompt: int) -> TextOffsets:
-        """Text offsets for a new answer to a prompt."""
+        """Create the text offsets of a new answer."""
         return TextOffsets(self.model.llm.tokenizer, self.jobs[prompt].engine_requests[0].request)
 
     def _prompt_offsets(self, prompt: int) -> list[int]:
-        """The text offset of each token of an echoed prompt."""
+        """Return the text offset of each token of an echoed prompt."""
         ids, tokenizer = self.jobs[prompt].ids, self.model.llm.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
@@ -295,7 +293,7 @@ class _TextAnswers(OpenAIAnswer):
         return token_offsets(tokenizer.detokenizer(), ids)
 
     def _sent_text(self, prompt: int) -> str | None:
-        """A prompt that was sent as a text; None for token ids."""
+        """Return the text of a prompt; None if it was sent as token ids."""
         prompts = self.request.body.prompt
         item = prompts if isinstance(prompts, str) else prompts[prompt]
         return item if isinstance(item, str) else None
@@ -303,7 +301,7 @@ class _TextAnswers(OpenAIAnswer):
     def _logprobs(
         self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Log-probabilities in the format of completions; the first token of a prompt has none."""
+        """Convert log-probabilities to the format of completions."""
         tokenizer = self.model.llm.tokenizer
         ids = [*first, *(entry.id for entry in entries)]
         unknown: list[None] = [None] * len(first)
@@ -319,14 +317,14 @@ class _TextAnswers(OpenAIAnswer):
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         tokenizer, as_ids = self.model.llm.tokenizer, self._as_ids
-        # The sampled token is listed too, even if it is not among the likeliest.
+        # The sampled token is always listed, as in vLLM.
         return {
             usage.token_key(tokenizer, token.id, as_ids): usage.finite_logprob(token.logprob)
             for token in (*entry.top, entry)
         }
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
-        """The events of one engine chunk."""
+        """Return the events of an engine chunk."""
         body, prompt, job = self.request.body, self.run.owners[index], self.run.job(index)
         first = index not in self.offsets
         offsets = self.offsets[index] = self._offsets(prompt) if first else self.offsets[index]

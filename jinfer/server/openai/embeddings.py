@@ -1,4 +1,4 @@
-"""Embeddings API: /v1/embeddings and /fill-mask, and how other routes compute texts in batches."""
+"""Embeddings API: /v1/embeddings and /fill-mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jinfer.opening.pooling_config import Pooling, Vectors
+from jinfer.loader.config.pooling_config import Pooling, Vectors
 from jinfer.server.core.embedder import (
     EmbeddingUsage,
     coded_vector,
@@ -39,7 +39,7 @@ class TextPart(RequestModel):
 
 
 class TextObject(RequestModel):
-    """A text as llama.cpp also has it."""
+    """A text in llama.cpp's format."""
 
     prompt_string: str | None = None
     content: list[TextPart] | None = Field(None, min_length=1)
@@ -67,17 +67,19 @@ class EmbeddingRequest(RequestModel):
     content: EmbeddingInput | None = Field(None, description="llama.cpp's name of input")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    embed_dtype: NumberType | None = Field(None, description="of numbers in base64 (vLLM)")
+    embed_dtype: NumberType | None = Field(None, description="number format in base64 (vLLM)")
     endianness: Literal["native", "little", "big"] | None = Field(
-        None, description="of numbers in base64 (vLLM)"
+        None, description="number format in base64 (vLLM)"
     )
-    dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
+    dimensions: int | None = Field(None, ge=1, description="truncate vectors to this size")
     user: str | None = Field(None, description="is logged")
-    truncate_prompt_tokens: int | None = Field(None, description="keeps the first ones")
+    truncate_prompt_tokens: int | None = Field(None, description="keeps the first tokens")
     pooling: Pooling | None = None
     normalize: bool | None = None
     use_activation: bool | None = Field(None, description="vLLM's name of normalize")
-    prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
+    prompt_name: str | None = Field(
+        None, description="name of a model's prompt to put before each text"
+    )
 
 
 class EmbeddingObject(ResponseModel):
@@ -140,7 +142,7 @@ async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
     normalize = body.normalize
     if body.use_activation is not None:
         if normalize is not None:
-            raise invalid_request("it says the same as normalize; leave it out", "use_activation")
+            raise invalid_request("it means the same as normalize; leave it out", "use_activation")
         normalize = body.use_activation
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         options: dict[str, Any] = {"pooling": body.pooling, "normalize": normalize}
@@ -158,7 +160,7 @@ async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
 
 
 def _plain(value: Any) -> Any:
-    """Texts as other routes have them."""
+    """Convert texts to the format of other routes."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.text if isinstance(value, TextObject) else value
@@ -167,7 +169,7 @@ def _plain(value: Any) -> Any:
 def _entries(
     vectors: Vectors, coded: Callable[[np.ndarray], str] | None
 ) -> Iterator[dict[str, Any]]:
-    """Vectors in the response format: lists of numbers, or as they are coded."""
+    """Yield vectors in the response format: lists of numbers, or encoded."""
     for i, row in enumerate(vectors):
         shown = row if coded is None else coded(row)
         yield {"object": "embedding", "index": i, "embedding": shown}

@@ -24,7 +24,7 @@ Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "ev
 
 
 class ExpiresAfter(base.RequestModel):
-    """When a file is removed."""
+    """The expiration of a file."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2592000)
@@ -71,24 +71,24 @@ class DeletedFile(base.ResponseModel):
     deleted: bool
 
 
-_PIECE = 1 << 20  # bytes that are read at a time
-_SLOWEST = 64 << 10  # bytes a second that an upload has to come with
+_PIECE = 1 << 20  # bytes per read
+_SLOWEST = 64 << 10  # minimum bytes per second of an upload
 _NESTED = re.compile(r"expires_after\[(\w+)\]")
 
 
 def file_store(service: Service) -> FileStore:
-    """The server's files. Raises `ApiError` if it keeps none."""
+    """Return the server's file store. Raises `ApiError` without a store."""
     if service.files is None:
-        reason = "no files are kept here; serve with --files-dir FOLDER"
+        reason = "the server does not store files; serve with --files-dir FOLDER"
         raise ApiError(403, reason, code="not_allowed")
     return service.files
 
 
 async def receive_upload(request: Request, service: Service) -> UploadRequest:
-    """Read the body of an upload; the file is in the folder then, under another name.
+    """Read the body of an upload into a temporary file of the folder.
 
     Raises:
-        ApiError: it is too long, wrong, or does not come in time.
+        ApiError: the body is too long, invalid or late.
         ClientDisconnect: the client has disconnected.
     """
     store = file_store(service)
@@ -100,7 +100,7 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
 
     parser, size = MultipartParser(boundary, "file", sink), 0
     try:
-        # Time for what has come, so that large files may take longer.
+        # The time limit grows with the received bytes, so that large files may take longer.
         async with asyncio.timeout(service.settings.body_seconds) as limit:
             end = limit.when() or 0.0
             async for piece in request.stream():
@@ -118,7 +118,7 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
         parser.close()
         path.unlink(missing_ok=True)
         if isinstance(error, TimeoutError):
-            raise ApiError(408, "the file did not come in time") from None
+            raise ApiError(408, "the file did not arrive in time") from None
         raise
     return upload
 
@@ -126,7 +126,7 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
 def _too_long(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the file is longer than the {max(0, max_bytes)} bytes that there is room for",
+        f"the file is longer than the {max(0, max_bytes)} bytes of free space",
         param="file",
         code="body_too_large",
         headers={"connection": "close"},
@@ -134,7 +134,7 @@ def _too_long(max_bytes: int) -> ApiError:
 
 
 def _values(parser: MultipartParser) -> dict[str, Any]:
-    """The fields of a form, with those in brackets as an object."""
+    """Return the fields of a form; fields in brackets become an object."""
     values: dict[str, Any] = {}
     for name, text in parser.fields.items():
         if (nested := _NESTED.fullmatch(name)) is not None:
@@ -150,7 +150,7 @@ def _values(parser: MultipartParser) -> dict[str, Any]:
 
 
 async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
-    """Keep an uploaded file."""
+    """Store an uploaded file."""
     body, store = request.body, file_store(request.service)
     seconds = None if body.expires_after is None else body.expires_after.seconds
     try:
@@ -174,12 +174,12 @@ async def list_files(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def retrieve_file(request: RequestContext[Any]) -> HttpResponse:
-    """What is known of a file."""
+    """Describe a file."""
     return HttpResponse(_file(request).shown())
 
 
 async def file_content(request: RequestContext[Any]) -> StreamedResponse:
-    """The content of a file."""
+    """Stream the content of a file."""
     path = file_store(request.service).path(_file(request).id)
     return StreamedResponse(_pieces(path, request.service), media_type="application/octet-stream")
 
@@ -192,7 +192,7 @@ async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
 
 
 async def delete_file(request: RequestContext[Any]) -> HttpResponse:
-    """Delete a file, unless a batch that is not done reads it."""
+    """Delete a file, unless an unfinished batch reads it."""
     store, id = file_store(request.service), _file(request).id
     if (batch := request.service.batches and request.service.batches.reader_of(id)) is not None:
         raise invalid_request(f"{batch} reads it; cancel that first", "file_id")
@@ -201,7 +201,7 @@ async def delete_file(request: RequestContext[Any]) -> HttpResponse:
 
 
 def _file(request: RequestContext[Any]) -> StoredFile:
-    """The file that the path names. Raises `ApiError`."""
+    """Return the file of the path. Raises `ApiError`."""
     id = str(request.http.path_params["file_id"])
     if (found := file_store(request.service).get(id)) is None:
         raise ApiError(404, f"there is no file {id[:80]!r}", param="file_id")

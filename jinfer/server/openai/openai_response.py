@@ -1,4 +1,4 @@
-"""OpenAI answers: what chat and text completions share, whole and streamed (server-sent events)."""
+"""OpenAI response: common format of chat and text completions, whole and streamed (SSE)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import SSE_DONE, batch_bytes, sse_event
-from jinfer.server.llamacpp.llamacpp_response import native_answer
+from jinfer.server.llamacpp.llamacpp_response import llamacpp_response
 from jinfer.server.models.served_model import ServedModel
 from jinfer.version import __version__
 
 
 def score_prompt(session: Session, ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """As `prompt_logprobs`, with the errors of a route. Slow.
+    """Compute the log-probabilities of a prompt; see `prompt_logprobs`. Slow.
 
     Raises:
-        ApiError: `top` is too large, or the prompt is an encoder's.
+        ApiError: `top` is out of range, or the model is an encoder-decoder.
     """
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid_request(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
     if session.engine.model.has_cross_attention:
-        raise unsupported_field("an encoder's tokens have no probabilities", "echo")
+        raise unsupported_field("tokens of an encoder have no probabilities", "echo")
     return prompt_logprobs(session, ids, top)
 
 
 @dataclass
-class OpenAIAnswer(ABC):
-    """A completion request that is being answered.
+class OpenAIFormatter(ABC):
+    """Formats the answers to a completion request.
 
     Attributes:
-        prefix: beginning of its id.
+        prefix: prefix of the id.
         kind: `object` of a whole response.
         chunk_kind: `object` of a streamed chunk.
-        nothing: the content of a chunk that adds nothing to a choice.
+        nothing: content of an empty chunk.
     """
 
     prefix: ClassVar[str]
@@ -65,17 +65,17 @@ class OpenAIAnswer(ABC):
 
     @abstractmethod
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
-        """The events of one engine chunk of an answer."""
+        """Return the events of an engine chunk."""
 
     def body(self, choices: list[dict[str, Any]], first: Usage) -> dict[str, Any]:
-        """The whole response; `first` is the usage of the first answer."""
+        """Return the whole response; `first` is the usage of the first answer."""
         return self._frame(self.kind, choices) | self._totals(first)
 
     def verbose(self, index: int, job: PromptRequests, answer: Completion) -> dict[str, Any]:
-        """The answer in llama.cpp's own format, if requested."""
+        """Return the answer in llama.cpp's format, if requested."""
         if not self.request.body.verbose:
             return {}
-        return {"__verbose": native_answer(self.model, job, answer, index)}
+        return {"__verbose": llamacpp_response(self.model, job, answer, index)}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created}
@@ -87,7 +87,7 @@ class OpenAIAnswer(ABC):
         return {"usage": tokens, "timings": usage.llamacpp_timings(first)}
 
     def _chunks(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A streamed chunk; with `include_usage`, all of them have the key `usage`."""
+        """Return a streamed chunk; with `include_usage`, each has the key `usage`."""
         options = self.request.body.stream_options
         with_usage = options is not None and options.include_usage
         return self._frame(self.chunk_kind, choices) | ({"usage": None} if with_usage else {})
@@ -95,7 +95,7 @@ class OpenAIAnswer(ABC):
     def chunk(
         self, index: int, content: Mapping[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
-        """A streamed chunk of one choice, with the usage and timings that the request asked for."""
+        """Return a streamed chunk of a choice, with usage and timings if requested."""
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
         job, used = self.run.job(index), self.run.shown_usage(index)
         result = self._chunks([choice])
@@ -107,7 +107,7 @@ class OpenAIAnswer(ABC):
         return result
 
     def progress(self, *, first: bool) -> list[bytes]:
-        """Prefill progress events, if requested; see `RequestRunner.progress`."""
+        """Return prefill progress events, if requested; see `RequestRunner.progress`."""
         if not self.request.body.return_progress:
             return []
         return [
@@ -116,15 +116,15 @@ class OpenAIAnswer(ABC):
         ]
 
     def last_event(self) -> bytes:
-        """The final event: the usage, if requested, and llama.cpp's timings."""
+        """Return the final event: the usage, if requested, and llama.cpp's timings."""
         frame = self._chunks([])
         return sse_event(frame | self._totals(self.run.usages[0])) if "usage" in frame else b""
 
 
 async def stream_answer(
-    request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIAnswer]
+    request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIFormatter]
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events of a streamed answer."""
+    """Yield the server-sent events of a streamed answer."""
     async with (
         request.running(prepare) as (model, run),
         contextlib.aclosing(run.chunks()) as pieces,

@@ -1,4 +1,4 @@
-"""Responses API input: items and earlier responses as the chat messages that they mean."""
+"""Response input: translates items and earlier responses to a chat request."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 @dataclass(frozen=True)
 class ResponseInput:
-    """What a response answers.
+    """The input of a response.
 
     Attributes:
-        earlier: the items of the conversation that goes on.
-        items: those of the request.
+        earlier: items of the previous conversation.
+        items: items of the request.
     """
 
     earlier: list[dict[str, Any]]
     items: list[InputItem]
 
     def listed(self) -> list[dict[str, Any]]:
-        """All items as they are kept."""
+        """Return all items in the stored format."""
         return [*self.earlier, *map(_listed, self.items)]
 
 
 def read_input(body: ResponseRequest, store: ResponseStore) -> ResponseInput:
-    """The items of a request, after those of the conversation that it continues. Slow.
+    """Read the items of a request and of the conversation that it continues. Slow.
 
     Raises:
-        ApiError: the earlier response is not there, or not done.
+        ApiError: the earlier response is missing or unfinished.
     """
     own = body.input
     if isinstance(own, str):
@@ -70,16 +70,18 @@ def read_input(body: ResponseRequest, store: ResponseStore) -> ResponseInput:
             "previous_response_not_found",
         )
     if (status := found.response["status"]) in (*UNFINISHED, "failed", "cancelled"):
-        raise invalid_request(f"it is {status}; only an answer goes on", "previous_response_id")
+        raise invalid_request(
+            f"it is {status}; only a completed response can be continued", "previous_response_id"
+        )
     return ResponseInput(found.conversation(), own)
 
 
 def _referenced(item: InputItem, path: str, store: ResponseStore) -> InputItem:
-    """The item that a reference names, or an item as it is. Raises `ApiError`."""
+    """Replace a reference by its item. Raises `ApiError`."""
     if item.type != "item_reference":
         return item
     if (found := store.item(item.id or "")) is None:
-        message = f"no stored answer has the item {(item.id or '')[:80]!r}; send it whole"
+        message = f"no stored answer has the item {(item.id or '')[:80]!r}; send the whole item"
         raise invalid_request(message, path)
     return InputItem.model_validate(found)
 
@@ -102,14 +104,14 @@ def _listed(item: InputItem) -> dict[str, Any]:
 def to_chat_request(
     body: ResponseRequest, response_input: ResponseInput, ignore: Callable[[str, str], None]
 ) -> ChatRequest:
-    """The request as a chat completion. Raises `ApiError`."""
+    """Translate the request to a chat request. Raises `ApiError`."""
     chat: dict[str, Any] = {
         **{
             name: value
             for name, value in body.given_fields().items()
             if name in SamplingFields.model_fields
         },
-        "model": body.model,  # which may be the name of an adapter
+        "model": body.model,  # may be the name of an adapter
         "messages": _messages(body.instructions, response_input, ignore),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -136,14 +138,14 @@ def to_chat_request(
 def _messages(
     instructions: str | None, response_input: ResponseInput, ignore: Callable[[str, str], None]
 ) -> list[dict[str, Any]]:
-    """Input items as chat messages; calls and reasoning join one assistant message."""
+    """Translate items to chat messages; calls and reasoning join an assistant message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item, path in _numbered(response_input):
         if item.type in HOSTED_CALLS:
             if not path.startswith("previous"):
-                ignore(f"{path}.type", "another service ran it, which the model knows nothing of")
+                ignore(f"{path}.type", "another service ran the tool")
             continue
         entry = _message(item, path)
         last = messages[-1] if messages else {}
@@ -160,11 +162,11 @@ def _messages(
 
 
 def _numbered(response_input: ResponseInput) -> Sequence[tuple[InputItem, str]]:
-    """Each item, and where it stands."""
+    """Return each item with its path."""
     try:
         earlier = [InputItem.model_validate(item) for item in response_input.earlier]
     except ValidationError:  # written by another version
-        message = "the conversation that is kept cannot be read; send it as input"
+        message = "the stored conversation cannot be read; send it as input"
         raise ApiError(400, message, param="previous_response_id") from None
     return [
         *((item, "previous_response_id") for item in earlier),
@@ -202,7 +204,7 @@ def _message(item: InputItem, path: str) -> dict[str, Any]:
             texts = [part.get("text") if isinstance(part, dict) else part.text for part in parts]
             thought = "".join(text for text in texts if isinstance(text, str))
             return {"role": "assistant", "content": "", "reasoning_content": thought}
-    raise unsupported_field(f"items of the type {item.type} are not read", f"{path}.type")
+    raise unsupported_field(f"items of the type {item.type} are not supported", f"{path}.type")
 
 
 def _called(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -228,7 +230,7 @@ def _text(content: str | list[InputPart] | list[dict[str, Any]], path: str) -> s
 
 
 def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dict[str, Any]:
-    """`tools` and `tool_choice` of the chat completion. Raises `ApiError`."""
+    """Translate `tools` and `tool_choice`. Raises `ApiError`."""
     chat: dict[str, Any] = {}
     choice, tools = body.tool_choice, list(body.tools or ())
     if isinstance(choice, AllowedTools):
@@ -236,7 +238,7 @@ def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dic
         functions = [tool for tool in tools if isinstance(tool, FunctionTool | CustomTool)]
         tools = [tool for tool in functions if tool.name in allowed]
         if not tools:
-            raise invalid_request("none of them is a tool of this request", "tool_choice.tools")
+            raise invalid_request("the request has none of these tools", "tool_choice.tools")
         chat["tool_choice"] = choice.mode
     elif isinstance(choice, NamedResponseTool):
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -250,7 +252,9 @@ def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dic
             listed.append({"type": "function", "function": function})
         elif isinstance(tool, CustomTool):
             if tool.format is not None and tool.format.type == "grammar":
-                ignore(f"tools.{number}.format", "the model is told the grammar, not bound to it")
+                ignore(
+                    f"tools.{number}.format", "the grammar is part of the prompt, but not enforced"
+                )
             listed.append({"type": "function", "function": _as_function(tool)})
         else:
             listed.append(tool)

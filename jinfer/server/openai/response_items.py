@@ -13,22 +13,22 @@ from jinfer.server.openai.response_schemas import (
 )
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta
 
-# The only argument of a custom tool, as the model is shown it.
+# The only argument of a custom tool in the prompt.
 INPUT = "input"
 
 
 def custom_names(body: ResponseRequest) -> frozenset[str]:
-    """The names of a request's custom tools."""
+    """Return the names of a request's custom tools."""
     return frozenset(tool.name for tool in body.tools or () if isinstance(tool, CustomTool))
 
 
 def custom_arguments(text: str) -> str:
-    """A custom tool's input as the arguments of a function."""
+    """Convert a custom tool's input to the arguments of a function."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """The input in a function's arguments; what is cut or no such object stays as it is."""
+    """Return the input in a function's arguments; other or incomplete arguments are unchanged."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -67,11 +67,11 @@ class _OpenItem:
         self.id = f"{PREFIX[self.kind]}_{uuid.uuid4().hex}"
 
     def place(self) -> dict[str, Any]:
-        """The fields of an event that say which item it is about."""
+        """Return the fields of an event that identify the item."""
         return {"item_id": self.id, "output_index": self.index}
 
     def part(self, done: bool) -> dict[str, Any]:
-        """Its single content part."""
+        """Return the only content part."""
         text = self.text if done else ""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -79,7 +79,7 @@ class _OpenItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def item(self, status: str) -> dict[str, Any]:
-        """The item's JSON."""
+        """Return the item's JSON."""
         head = {"id": self.id, "type": self.kind, "status": status}
         done = status != "in_progress"
         match self.kind:
@@ -96,11 +96,11 @@ class _OpenItem:
 
 @dataclass
 class ResponseItems:
-    """The output items of a response so far.
+    """Collects the output items of a response.
 
     Attributes:
         done: complete items.
-        custom: names of custom tools, whose input comes whole.
+        custom: names of custom tools, whose input is not streamed.
         reasoning_deltas: number of reasoning deltas, which approximates reasoning tokens.
     """
 
@@ -110,7 +110,7 @@ class ResponseItems:
     _open: _OpenItem | None = None
 
     def push(self, delta: OutputDelta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The events of a parsed delta."""
+        """Return the events of a parsed delta."""
         current = self._open
         going = [c for c in delta.calls if current is not None and c.index == current.call.index]
         events = [event for call in going for event in self._called(call)]
@@ -123,7 +123,7 @@ class ResponseItems:
         return [*events, *(event for call in rest for event in self._called(call))]
 
     def _called(self, call: ToolCallDelta) -> list[dict[str, Any]]:
-        """The events of a piece of a tool call."""
+        """Return the events of a piece of a tool call."""
         current = self._open
         kind: Kind = "custom_tool_call" if call.name in self.custom else "function_call"
         if current is not None and current.call.index == call.index:
@@ -134,7 +134,7 @@ class ResponseItems:
         return events
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """End the open item; an answer without items gets an empty message."""
+        """End the open item; add an empty message to an answer without items."""
         events: list[dict[str, Any]] = []
         if self._open is None and not self.done:
             events += self._begin("message", None)
@@ -153,7 +153,7 @@ class ResponseItems:
         if current is None or current.kind != kind or other:
             events += [*self._end("completed"), *self._begin(kind, call)]
         current = self._open
-        assert current is not None, "one was begun"
+        assert current is not None, "a block is open"
         current.text += text
         current.logprobs += logprobs or []
         if kind == "custom_tool_call" or not (text or logprobs):

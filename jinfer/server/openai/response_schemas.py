@@ -31,11 +31,11 @@ class InputPart(base.ReplayedModel):
 
     @property
     def was_answer(self) -> bool:
-        """Output content types mark an earlier answer."""
+        """Return whether the content type is of an earlier answer."""
         return self.type in ("output_text", "refusal")
 
 
-# Calls of tools that another service runs: they say nothing to this model.
+# Calls of tools that another service runs, which the model does not read.
 HostedCall = Literal[
     "web_search_call",
     "file_search_call",
@@ -75,16 +75,16 @@ class InputItem(base.ReplayedModel):
     call_id: str | None = None
     name: str | None = None
     arguments: base.JsonText | None = None
-    input: str | None = Field(None, description="of a custom tool's call")
-    action: dict[str, Any] | None = Field(None, description="of a shell's call")
+    input: str | None = Field(None, description="for custom tool calls")
+    action: dict[str, Any] | None = Field(None, description="for shell calls")
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
-    encrypted_content: Annotated[str | None, base.Ignored("thoughts are given as they are")] = None
+    encrypted_content: Annotated[str | None, base.Ignored("thoughts are not summarized")] = None
     cache_control: chat.CacheControl = None
 
     @property
     def was_answer(self) -> bool:
-        """Its role or type marks an earlier answer."""
+        """Return whether the role or type is of an earlier answer."""
         inputs = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
         return self.role == "assistant" or self.type not in ("message", *inputs)
 
@@ -97,14 +97,12 @@ class FunctionTool(base.RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Annotated[
-        bool | None, base.Ignored("the model is shown all tools", (False,))
-    ] = None
+    defer_loading: Annotated[bool | None, base.Ignored("the prompt has all tools", (False,))] = None
     cache_control: chat.CacheControl = None
 
 
 class CustomToolFormat(base.RequestModel):
-    """The form of a custom tool's input."""
+    """The format of a custom tool's input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -118,11 +116,9 @@ class CustomTool(base.RequestModel):
     name: chat.FunctionName
     description: str | None = None
     format: CustomToolFormat | None = Field(
-        None, description="a grammar is told the model, which is not bound to it"
+        None, description="a grammar becomes part of the prompt, but is not enforced"
     )
-    defer_loading: Annotated[
-        bool | None, base.Ignored("the model is shown all tools", (False,))
-    ] = None
+    defer_loading: Annotated[bool | None, base.Ignored("the prompt has all tools", (False,))] = None
 
 
 class NamedResponseTool(base.RequestModel):
@@ -133,7 +129,7 @@ class NamedResponseTool(base.RequestModel):
 
 
 class AllowedTools(base.RequestModel):
-    """A tool choice that leaves some of the tools."""
+    """A tool choice that restricts the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -158,7 +154,7 @@ class TextOptions(base.RequestModel):
 
 
 _Summary = Annotated[
-    Literal["auto", "concise", "detailed"] | None, base.Ignored("thoughts are given as they are")
+    Literal["auto", "concise", "detailed"] | None, base.Ignored("thoughts are not summarized")
 ]
 LOGPROBS: Final = "message.output_text.logprobs"
 Include = Literal[
@@ -174,7 +170,7 @@ Include = Literal[
 
 
 class ReasoningOptions(chat.ReasoningFields):
-    """Reasoning options; OpenAI's, and those of OpenRouter."""
+    """Reasoning options of OpenAI and OpenRouter."""
 
     summary: _Summary = None
     generate_summary: _Summary = None
@@ -193,7 +189,7 @@ AnyResponseTool = Annotated[
 ]
 
 
-_NOT_HERE = base.rejected_field("there are none here; name the previous_response_id")
+_NOT_HERE = base.rejected_field("the server does not store them; use previous_response_id")
 
 
 class ResponseRequest(SamplingFields):
@@ -205,7 +201,7 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[Include] | None = Field(
-        None, description=f"{LOGPROBS}; what belongs to other services' tools changes nothing"
+        None, description=f"{LOGPROBS}; values for other services' tools have no effect"
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -217,20 +213,24 @@ class ResponseRequest(SamplingFields):
     stream: bool | None = None
     stream_options: base.StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: the oldest messages are left out until the rest fits"
+        None, description="auto: drop the oldest messages until the rest fits"
     )
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
-    client_metadata: Annotated[dict[str, Any] | None, base.Ignored("nothing reads it")] = None
-    max_tool_calls: Annotated[int | None, base.Ignored("no tools are called here")] = None
+    client_metadata: Annotated[dict[str, Any] | None, base.Ignored("it has no effect here")] = None
+    max_tool_calls: Annotated[int | None, base.Ignored("the server does not call tools")] = None
     user: str | None = Field(None, description="is logged")
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
+    prompt_cache_key: str | None = Field(None, description="the prefix cache works without it")
     prompt_cache_retention: str | None = None
     service_tier: chat.ServiceTier = None
-    store: bool | None = Field(None, description="false: the answer cannot be asked for later")
-    background: bool | None = Field(None, description="the answer comes when it is asked for")
-    previous_response_id: str | None = Field(None, description="the conversation that goes on")
+    store: bool | None = Field(None, description="false: do not store the answer")
+    background: bool | None = Field(
+        None, description="true: return immediately; retrieve the answer later"
+    )
+    previous_response_id: str | None = Field(
+        None, description="continues the conversation of a stored response"
+    )
     conversation: Annotated[None, _NOT_HERE] = None
     prompt: Annotated[None, _NOT_HERE] = None
 

@@ -35,7 +35,7 @@ from jinfer.server.stores.response_jobs import ResponseJob
 from jinfer.server.stores.response_store import UNFINISHED, StoredResponse
 from jinfer.server.tool_parsers.output_deltas import WholeCallsParser
 
-# Chat completion field -> its name in the Responses API.
+# Chat request field -> its name in the Responses API.
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -47,11 +47,11 @@ _NAMES: Mapping[str, str] = {
 
 # Fields of other routes that this API does not support.
 _ELSEWHERE: Mapping[str, str] = {
-    "response_format": "text.format says it",
-    "n_probs": f"log-probabilities are given with include: [{LOGPROBS}]",
+    "response_format": "use text.format",
+    "n_probs": f"use include: [{LOGPROBS}]",
     **TOKEN_FIELDS,
 }
-# Batches of events, and what of the engine they came from; see `RequestRunner.chunks`.
+# Batches of events, with the batch of `RequestRunner.chunks`.
 type EventBatches = AsyncGenerator[tuple[list[dict[str, Any]], Sequence[Any] | None]]
 
 
@@ -63,7 +63,7 @@ async def create_response(
     check_response(request)
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.background and not kept:
-        raise invalid_request("an answer in the background is one that is stored", "background")
+        raise invalid_request("a background response must be stored", "background")
     response_input = await request.service.in_thread(read_input, body, request.service.responses)
     answering = _Answering(request, response_input, kept)
     if body.background:
@@ -83,25 +83,25 @@ async def create_response(
 
 
 def check_response(request: RequestContext[ResponseRequest]) -> None:
-    """Raise `ApiError` for fields that cannot be; reports those without effect."""
+    """Raise `ApiError` for invalid fields; report fields without effect."""
     body = request.body
     if body.stream_options is not None and not body.stream:
         raise invalid_request("it needs stream: true", "stream_options")
     for number, item in enumerate(body.include or ()):
         if item != LOGPROBS:
-            request.ignore(f"include.{number}", "answers have no such part")
+            request.ignore(f"include.{number}", "answers do not have this part")
     if body.top_logprobs and not shows_logprobs(body):
         raise invalid_request(f"it needs include: [{LOGPROBS}]", "top_logprobs")
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
-            raise unsupported_field("a response is one answer", name)
+            raise unsupported_field("a response is a single answer", name)
     if body.store and not _is_kept(request):
-        request.ignore("store", "no answers are stored here")
+        request.ignore("store", "the server does not store responses")
 
 
 def _is_kept(request: RequestContext[ResponseRequest]) -> bool:
-    """Whether the answer is stored."""
+    """Return whether the answer is stored."""
     return request.body.store is not False and request.service.responses.max_responses > 0
 
 
@@ -112,12 +112,12 @@ def failed_event(error: ApiError) -> bytes:
 
 
 def shows_logprobs(body: ResponseRequest) -> bool:
-    """Whether the answer has log-probabilities."""
+    """Return whether the answer has log-probabilities."""
     return LOGPROBS in (body.include or ())
 
 
 async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
-    """The server-sent events of a stream."""
+    """Yield the server-sent events of a stream."""
     async with contextlib.aclosing(batches):
         async for events, batch in batches:
             yield batch_bytes([sse_event(event, event["type"]) for event in events], batch)
@@ -150,10 +150,10 @@ def response_field(field: str) -> str:
 
 @dataclass
 class _Answering:
-    """A request for a response, before and while it is answered.
+    """Answers a request for a response.
 
     Attributes:
-        given: what it answers.
+        response_input: the input.
         kept: whether the answer is stored.
     """
 
@@ -164,7 +164,7 @@ class _Answering:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def batches(self) -> EventBatches:
-        """The events, with sequence numbers; the last one has the response, stored before."""
+        """Yield numbered events; the last event has the response, which is stored before."""
         prepare = partial(prepare_response, response_input=self.response_input)
         number = 0
 
@@ -178,7 +178,7 @@ class _Answering:
             self.request.running(prepare) as (model, run),
             contextlib.aclosing(run.chunks()) as pieces,
         ):
-            answer = _ResponseAnswer(self, model, run)
+            answer = _ResponseFormatter(self, model, run)
             begun = False
             async for batch in pieces:
                 events: list[dict[str, Any]] = []
@@ -199,17 +199,17 @@ class _Answering:
             yield numbered(events), ()
 
     def created_response(self) -> dict[str, Any]:
-        """The response object before anything is known of the answer."""
+        """Return the response object before the answer begins."""
         model = self.request.service.models.find(self.request.body.model).name
         return self.response("queued", model, [], None, self.request.body)
 
     def response(
         self, status: str, model: str, output: Any, tokens: Any, params: Any
     ) -> dict[str, Any]:
-        """The response object.
+        """Return the response object.
 
         Args:
-            params: what has the temperature and `top_p`.
+            params: object with `temperature` and `top_p`.
         """
         body = self.request.body
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -260,8 +260,8 @@ def _shown_tool(tool: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _ResponseAnswer:
-    """A response that is being generated."""
+class _ResponseFormatter:
+    """Formats a response while it is generated."""
 
     answering: _Answering
     model: ServedModel
@@ -276,7 +276,7 @@ class _ResponseAnswer:
         self.items = ResponseItems(custom=custom_names(body))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Parse a chunk; returns its events."""
+        """Parse a chunk; return its events."""
         entries: list[dict[str, Any]] = []
         if shows_logprobs(self.answering.request.body):
             entries = usage.chat_logprobs(self.model.llm.tokenizer, chunk.logprobs)
@@ -284,12 +284,12 @@ class _ResponseAnswer:
         return self.items.push(self._parser.push(chunk.text), entries)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Parse the end of the answer; returns its events."""
+        """Parse the end of the answer; return its events."""
         rest = self._parser.finish(self.status == "incomplete")
         return [*self.items.push(rest, []), *self.items.close(self.status)]
 
     def response(self, status: str) -> dict[str, Any]:
-        """The response object as far as it is known."""
+        """Return the current response object."""
         tokens = None
         if self.run.usages:
             known = usage.usage([self.job], self.run.usages)
@@ -308,7 +308,7 @@ class _ResponseAnswer:
 
 
 async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedResponse:
-    """A stored response, or the events of one that was made in the background."""
+    """Return a stored response, or stream the events of a background response."""
     id = _response_id(request)
     job = request.service.response_jobs.jobs.get(id)
     after = query_value(request.http, "starting_after")
@@ -317,7 +317,7 @@ async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedRespo
         if job is None:
             await _stored_response(request)
             raise invalid_request(
-                "only what is answered in the background, or was lately, is streamed again",
+                "only running and recent background responses can be streamed",
                 "stream",
             )
         events = job.events(-1 if after is None else after, request.service.settings.ping)
@@ -328,10 +328,10 @@ async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedRespo
 
 
 async def cancel(request: RequestContext[Any]) -> HttpResponse:
-    """End a response that is made in the background; one that has ended stays as it is."""
+    """Cancel a background response; a finished response is unchanged."""
     jobs, id = request.service.response_jobs, _response_id(request)
     if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
-        raise invalid_request("only an answer in the background can be cancelled")
+        raise invalid_request("only a background response can be cancelled")
     await jobs.cancel(id)
     return HttpResponse(await _known_response(request))
 
@@ -347,12 +347,12 @@ async def delete(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def input_items(request: RequestContext[Any]) -> HttpResponse:
-    """The items that a stored response answers, those of earlier responses included."""
+    """List the input items of a stored response, including those of earlier responses."""
     return HttpResponse(listed_page(request.http, (await _stored_response(request)).input))
 
 
 async def input_tokens(request: RequestContext[InputTokensRequest]) -> HttpResponse:
-    """Count the tokens that a response would answer."""
+    """Count the input tokens of a response."""
     check_response(request)
     response_input = await request.service.in_thread(
         read_input, request.body, request.service.responses
@@ -378,18 +378,21 @@ def _response_id(request: RequestContext[Any]) -> str:
 
 
 async def _known_response(request: RequestContext[Any]) -> dict[str, Any]:
-    """The response object as far as it is known."""
+    """Return the current response object."""
     if (job := request.service.response_jobs.running(_response_id(request))) is not None:
         return job.response
     response = (await _stored_response(request)).response
-    if response["status"] in UNFINISHED:  # of a process that was killed
-        error = {"code": "server_error", "message": "the service ended before the answer was done"}
+    if response["status"] in UNFINISHED:  # left by a killed process
+        error = {
+            "code": "server_error",
+            "message": "the server ended before the answer was complete",
+        }
         response = {**response, "status": "failed", "error": error}
     return response
 
 
 async def _stored_response(request: RequestContext[Any]) -> StoredResponse:
-    """The stored response that the path names. Raises `ApiError`."""
+    """Return the stored response of the path. Raises `ApiError`."""
     found = await request.service.in_thread(request.service.responses.get, _response_id(request))
     if found is None:
         raise _missing_response(_response_id(request))

@@ -14,7 +14,7 @@ from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.http_responses import HttpResponse
 
-# The page's own files, and the libraries that they load where a text needs them.
+# The page's own files, and the libraries that they load on demand.
 _FOLDERS = (Path(__file__).with_name("assets"), Path(__file__).with_name("vendor"))
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -62,7 +62,7 @@ async def asset(request: RequestContext[Any]) -> HttpResponse:
 
 @cache
 def files() -> Mapping[str, HttpResponse]:
-    """The responses with the static files, by name; their ETags change with the content."""
+    """Return the responses with the static files, by name; their ETags depend on the content."""
     paths = (path for folder in _FOLDERS for path in folder.iterdir())
     return {path.name: _read(path) for path in paths if path.suffix in _TYPES}
 
@@ -74,7 +74,7 @@ def _read(path: Path) -> HttpResponse:
 
 
 def _sent(request: RequestContext[Any], name: str) -> HttpResponse:
-    """Send a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
+    """Return a file, or 304 if the browser's copy is current. Raises `ApiError`."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")

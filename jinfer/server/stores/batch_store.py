@@ -1,8 +1,8 @@
 """Batch store: batches of requests and their results, in the folder of the files.
 
-A batch is `batches/ID.json`, rewritten at each change of its status; its results are lines that are
-appended to `ID.output` and `ID.errors` as they come. So a server that is killed loses what was in
-flight, and goes on behind the last whole line.
+A batch is `batches/ID.json`, rewritten at each change of its status; results are appended as lines
+to `ID.output` and `ID.errors`. A killed server loses only requests in flight, and continues after
+the last complete line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class BatchStore:
 
     Attributes:
         files: the folder's files.
-        batches: batch objects as OpenAI has them, the oldest first; keys that begin with "_" are
-            not shown.
-        changed: set when there is something new to do.
+        batches: OpenAI's batch objects, oldest first; keys with a leading "_" are private.
+        changed: set when a batch changes.
     """
 
     files: FileStore
@@ -59,7 +58,7 @@ class BatchStore:
 
     @property
     def folder(self) -> Path:
-        """Where batches are."""
+        """The folder of the batches."""
         return self.files.folder / "batches"
 
     def create(self, fields: dict[str, Any], seconds: int) -> dict[str, Any]:
@@ -67,14 +66,14 @@ class BatchStore:
 
         Args:
             fields: endpoint, input_file_id, completion_window, metadata.
-            seconds: after which it expires.
+            seconds: seconds until it expires.
         """
         ended = [batch["id"] for batch in self.batches.values() if batch["status"] in ENDED]
         for id in ended[: max(0, len(self.batches) + 1 - MAX_BATCHES)]:
             del self.batches[id]
             (self.folder / f"{id}.json").unlink(missing_ok=True)
         if len(self.batches) >= MAX_BATCHES:
-            message = f"{MAX_BATCHES} batches are not done yet; try again later"
+            message = f"{MAX_BATCHES} batches are unfinished; try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "60"})
         now = int(time.time())
         batch = {
@@ -100,18 +99,18 @@ class BatchStore:
         self.save(batch)
 
     def save(self, batch: dict[str, Any]) -> None:
-        """Write a batch, and wakes who waits for a change."""
+        """Write a batch, and set `changed`."""
         write_whole(self.folder / f"{batch['id']}.json", orjson.dumps(batch))
         self.changed.set()
 
     def next(self) -> dict[str, Any] | None:
-        """The oldest batch that is not done."""
+        """Return the oldest unfinished batch."""
         return next(
             (batch for batch in self.batches.values() if batch["status"] not in ENDED), None
         )
 
     def reader_of(self, file: str) -> str | None:
-        """A batch that is not done and reads a file."""
+        """Return the id of an unfinished batch that reads a file."""
         return next(
             (
                 batch["id"]
@@ -122,28 +121,28 @@ class BatchStore:
         )
 
     def results(self, batch: dict[str, Any]) -> BatchResults:
-        """The results of a batch so far. Slow."""
+        """Open the results of a batch. Slow."""
         return BatchResults(*self.result_paths(batch))
 
     def result_paths(self, batch: dict[str, Any]) -> tuple[Path, Path]:
-        """Where results and errors are appended to."""
+        """Return the paths of the results and the errors."""
         return self.folder / f"{batch['id']}.output", self.folder / f"{batch['id']}.errors"
 
 
 def shown(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch object of OpenAI's API."""
+    """Return OpenAI's batch object."""
     return {name: value for name, value in batch.items() if not name.startswith("_")}
 
 
 class BatchResults:
-    """The lines that a batch has written. Threads may write at a time.
+    """The written results of a batch. Thread-safe.
 
     Attributes:
-        completed, failed: custom ids of the lines with an answer, and with an error.
+        completed, failed: custom ids of lines with an answer, and with an error.
     """
 
     def __init__(self, output: Path, errors: Path) -> None:
-        """Read what is there, without a last line that is cut."""
+        """Read existing results, without an incomplete last line."""
         self.completed, self.failed = _known(output), _known(errors)
         self._files: dict[bool, BinaryIO] = {
             False: output.open("ab"),
@@ -165,7 +164,7 @@ class BatchResults:
 
 
 def _known(path: Path) -> set[str]:
-    """The custom ids of a file's whole lines; the rest of it is cut off."""
+    """Return the custom ids of a file's complete lines; truncate the rest."""
     if not path.exists():
         return set()
     known, end = set(), 0

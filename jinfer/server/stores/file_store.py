@@ -1,7 +1,7 @@
 """File store: files of clients and of batches, in a folder that outlives a server.
 
-A file is `files/ID.data`, what is said of it `files/ID.json`. What is written is written whole
-under another name first, so that a server that is killed leaves no half of it.
+A file's content is `files/ID.data`, its metadata `files/ID.json`. Both are written under another
+name first, so that a killed server leaves no partial file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class StoredFile:
     """A file.
 
     Attributes:
-        id: what requests call it.
+        id: the file's id.
         bytes: its size.
-        created_at, expires_at: in seconds since 1970; None: it does not expire.
-        filename: its name at the client.
-        purpose: what it is for, in OpenAI's words.
+        created_at, expires_at: seconds since 1970; None: never expires.
+        filename: the client's file name.
+        purpose: OpenAI's purpose of the file.
     """
 
     id: str
@@ -44,7 +44,7 @@ class StoredFile:
     expires_at: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """The file object of OpenAI's API."""
+        """Return OpenAI's file object."""
         return {**asdict(self), "object": "file", "status": "processed"}
 
 
@@ -56,17 +56,17 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def new_file_id() -> str:
-    """An id that no file has."""
+    """Return a new file id."""
     return f"file-{uuid.uuid4().hex}"
 
 
 @dataclass
 class FileStore:
-    """A folder of files, which one server uses at a time.
+    """A folder of files, used by a single server at a time.
 
     Attributes:
-        folder: where files and batches are.
-        max_bytes: of all files together.
+        folder: folder of files and batches.
+        max_bytes: maximum total size.
     """
 
     folder: Path
@@ -99,19 +99,19 @@ class FileStore:
         return self.folder / "files"
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Release the folder for another server."""
         self._lock.release()
 
     def path(self, id: str) -> Path:
-        """Where a file's content is."""
+        """Return the path of a file's content."""
         return self.files / f"{id}.data"
 
     def half(self) -> Path:
-        """A new name for a file that is being written."""
+        """Return a path for a file that is being written."""
         return self.files / f"{uuid.uuid4().hex}.part"
 
     def room(self) -> int:
-        """Bytes that files may still take. Raises `ApiError` if there are too many files."""
+        """Return the free bytes. Raises `ApiError` if there are too many files."""
         self.remove_expired()
         if len(self._files) >= MAX_FILES:
             raise ApiError(
@@ -122,30 +122,30 @@ class FileStore:
     def add(
         self, path: Path, filename: str, purpose: str, seconds: int | None, id: str | None = None
     ) -> StoredFile:
-        """Take a file over.
+        """Add a written file.
 
         Args:
-            path: where it was written, in this folder.
-            seconds: after which it expires; None: never.
+            path: the written file, in this folder.
+            seconds: seconds until it expires; None: never.
             id: its id; None: a new one.
         """
         now = int(time.time())
         expires = None if seconds is None else now + seconds
         size = path.stat().st_size
         file = StoredFile(id or new_file_id(), size, now, filename[:255], purpose, expires)
-        # In this order a server that is killed in between still has the file under its old name.
+        # In this order, a server killed in between keeps the file under its old name.
         write_whole(self._about(file.id), orjson.dumps(asdict(file)))
         os.replace(path, self.path(file.id))
         self._files[file.id] = file
         return file
 
     def get(self, id: str) -> StoredFile | None:
-        """A file by its id; None if there is none."""
+        """Return a file by its id; None if there is no such file."""
         self.remove_expired()
         return self._files.get(id)
 
     def listed(self) -> list[StoredFile]:
-        """All files, the oldest first."""
+        """List all files, oldest first."""
         self.remove_expired()
         return list(self._files.values())
 
@@ -156,7 +156,7 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     def remove_expired(self) -> None:
-        """Remove the files whose time is over."""
+        """Remove expired files."""
         now = time.time()
         for file in list(self._files.values()):
             if file.expires_at is not None and file.expires_at <= now:
@@ -167,7 +167,7 @@ class FileStore:
 
 
 def _read(path: Path) -> StoredFile | None:
-    """What is said of a file; None if it is damaged."""
+    """Read the metadata of a file; None if damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return StoredFile(**orjson.loads(path.read_bytes()))
     return None

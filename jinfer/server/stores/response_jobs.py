@@ -1,4 +1,4 @@
-"""Background responses: answers of /v1/responses that come without a client that waits for them."""
+"""Background responses: answers of /v1/responses that run without a waiting client."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jinfer.server.stores.response_store import ResponseStore, StoredResponse
 
 _log = logging.getLogger("jinfer.server")
 MAX_RUNNING = 256  # answers in the background
-_MAX_ENDED = 64  # whose events can still be read
+_MAX_ENDED = 64  # finished responses whose events are kept
 
 
 @dataclass
 class ResponseJob:
-    """An answer in the background.
+    """A background response.
 
     Attributes:
-        id: the response's.
-        response: the response object as far as it is known.
-        input: the items that it answers.
-        ended: whether nothing more comes.
+        id: id of the response.
+        response: the current response object.
+        input: the input items.
+        ended: whether all events were recorded.
     """
 
     id: str
@@ -37,7 +37,7 @@ class ResponseJob:
     _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def add(self, events: list[dict[str, Any]]) -> None:
-        """Record events, and the response that the last one of them has."""
+        """Record events, and the response of the last event."""
         for event in events:
             number = b"id: %d\n" % len(self._events)
             self._events.append(number + sse_event(event, event["type"]))
@@ -45,19 +45,19 @@ class ResponseJob:
         self._readers.wake()
 
     def end(self, status: str, error: ApiError | None = None) -> None:
-        """End an answer that does not come to its end."""
+        """End an unfinished answer."""
         shown = error and {"code": error.code or "server_error", "message": error.message}
         response = {**self.response, "status": status, "error": shown}
         event = {"type": f"response.{status}", "response": response}
         self.add([{**event, "sequence_number": len(self._events)}])
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the events."""
         self.ended = True
         self._readers.wake()
 
     async def events(self, after: int, ping: float) -> AsyncGenerator[bytes]:
-        """The events behind one of some number, as they come.
+        """Yield the events after a number.
 
         Args:
             ping: seconds of silence until a comment.
@@ -76,11 +76,11 @@ class ResponseJob:
 
 @dataclass
 class ResponseJobs:
-    """The answers in the background.
+    """All background responses.
 
     Attributes:
-        store: where they are kept.
-        jobs: by id, the oldest first; those that have ended as long as their events are kept.
+        store: store of the responses.
+        jobs: running and recently finished jobs by id, oldest first.
     """
 
     store: ResponseStore
@@ -90,17 +90,17 @@ class ResponseJobs:
     async def start(
         self, job: ResponseJob, batches: Any, answers: set[asyncio.Future[None]]
     ) -> None:
-        """Start an answer; returns when the engine has taken the request in.
+        """Start an answer; return when the engine has accepted the request.
 
         Args:
-            batches: its events, as they come; the last one has the response, which is stored.
-            answers: the server's requests in progress, of which it is one.
+            batches: batches of events; the last event has the stored response.
+            answers: the server's requests in progress, to which it is added.
 
         Raises:
-            ApiError: it was refused, or too many run.
+            ApiError: the request was refused, or too many responses are running.
         """
         if len(self._tasks) >= MAX_RUNNING:
-            message = f"{MAX_RUNNING} answers in the background run already; try again later"
+            message = f"{MAX_RUNNING} background responses are running; try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
         await asyncio.to_thread(self.store.put, StoredResponse(job.response, job.input))
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -129,7 +129,7 @@ class ResponseJobs:
             if refused:
                 taken.set_exception(error)
             else:
-                _log.error("an answer in the background failed", exc_info=error)
+                _log.error("a background response failed", exc_info=error)
                 job.end("failed", as_api_error(error))
         finally:
             if not taken.done():
@@ -143,20 +143,20 @@ class ResponseJobs:
             await asyncio.to_thread(self.store.put, StoredResponse(job.response, job.input))
 
     def running(self, id: str) -> ResponseJob | None:
-        """An answer that still comes."""
+        """Return a running answer."""
         return self.jobs[id] if id in self._tasks else None
 
     async def cancel(self, id: str, reason: ApiError | None = None) -> None:
-        """End an answer, if it still comes.
+        """Cancel an answer, if it is running.
 
         Args:
-            reason: why it failed; None: somebody wished so.
+            reason: why it failed; None: cancelled by a client.
         """
         if (task := self._tasks.get(id)) is not None:
             task.cancel(reason)
             await asyncio.wait({task})
 
     async def close(self) -> None:
-        """End all answers, as the server does."""
+        """Cancel all answers, at shutdown."""
         for id in list(self._tasks):
             await self.cancel(id, shutting_down())

@@ -1,7 +1,7 @@
-"""Response store: answers of /v1/responses and what was said before, in memory or in a folder.
+"""Response store: answers of /v1/responses with their conversations, in memory or in a folder.
 
-Bounded by number, bytes and age: the oldest go first. A record has the whole conversation up to its
-answer, so that it can be continued after the earlier ones are gone.
+Bounded by number, bytes and age: the oldest are removed first. A record has the whole conversation
+    up to its answer, so that it can be continued without earlier records.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ UNFINISHED = ("queued", "in_progress")
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """An answer that is kept.
+    """A stored answer.
 
     Attributes:
         response: the response object.
-        input: the items that it answers, those of earlier responses included.
+        input: input items, including those of earlier responses.
     """
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
 
     def conversation(self) -> list[dict[str, Any]]:
-        """All items, with those of the answer."""
+        """Return all items, including those of the answer."""
         return [*self.input, *self.response["output"]]
 
 
@@ -46,10 +46,10 @@ class ResponseStore:
     """Stored responses. Thread-safe; slow, as it reads and writes JSON: call it in a thread.
 
     Attributes:
-        folder: where they are kept; None: in memory.
-        max_responses: number of responses; 0: nothing is kept.
-        max_bytes: of all together.
-        seconds: age at which one is removed.
+        folder: folder of the responses; None: in memory.
+        max_responses: maximum number of responses; 0: no storage.
+        max_bytes: maximum total size.
+        seconds: age at which a response is removed.
     """
 
     folder: Path | None = None
@@ -80,7 +80,7 @@ class ResponseStore:
         self._remove_old()
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep a response, in place of an earlier state of it."""
+        """Store a response, replacing its earlier state."""
         id, data = (
             stored.response["id"],
             dumps({"response": stored.response, "input": stored.input}),
@@ -99,7 +99,7 @@ class ResponseStore:
             self._remove_old()
 
     def get(self, id: str) -> StoredResponse | None:
-        """The response of an id; None if it is not there, or cannot be read."""
+        """Return a response by its id; None if it is missing or unreadable."""
         with self._lock:
             self._remove_old()
             if id not in self._known:
@@ -113,13 +113,13 @@ class ResponseStore:
                 return None
 
     def item(self, id: str) -> dict[str, Any] | None:
-        """An output item of a response that was stored since the start; None if there is none."""
+        """Return an output item of a response stored since the start; None if missing."""
         found = self.get(self._items.get(id, ""))
         items = [] if found is None else found.response["output"]
         return next((item for item in items if item.get("id") == id), None)
 
     def delete(self, id: str) -> bool:
-        """Remove a response. Returns whether it was there."""
+        """Remove a response; return whether it existed."""
         with self._lock:
             known = self._known.pop(id, None)
             if known is None:
@@ -140,7 +140,7 @@ class ResponseStore:
             self.delete(id)
 
     def _too_many(self) -> Iterator[str]:
-        """The oldest ones, as long as there are too many, too large or too old ones."""
+        """Yield the oldest responses beyond the limits of number, size and age."""
         oldest, left, size = time.time() - self.seconds, len(self._known), self._bytes
         for id, (created, length) in self._known.items():
             if left <= self.max_responses and size <= self.max_bytes and created >= oldest:

@@ -1,7 +1,7 @@
-"""Resumable streams: streams of events that outlive their client and are read again (llama.cpp).
+"""Resumable streams: event streams that outlive their client and can be read again (llama.cpp).
 
-A request whose header X-Conversation-Id names a conversation is answered on whether or not its
-client stays. Everything is bounded: streams, their bytes, and how long they are kept.
+A request with the header X-Conversation-Id is answered to the end even if its client disconnects.
+The number, size and age of streams are bounded.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jinfer.server.http.http_responses import SSE_PING, StreamedResponse, Stream
 HEADER = "x-conversation-id"
 MAX_ID = 512  # characters
 MAX_RUNNING = 64
-MAX_BYTES = 4 << 20  # of one stream; the oldest events go first
-_MAX_ENDED_BYTES = 64 << 20  # of all that have ended
-_SECONDS = 600.0  # that one is kept after its end
+MAX_BYTES = 4 << 20  # of a stream; the oldest events are dropped first
+_MAX_ENDED_BYTES = 64 << 20  # of all ended streams
+_SECONDS = 600.0  # seconds that a stream is kept after its end
 _MOST_ELSEWHERE = 1024
 
 
 @dataclass
 class ResumableStream:
-    """The events of one answer.
+    """The events of an answer.
 
     Attributes:
-        id: the conversation's.
+        id: id of the conversation.
         started, completed: times, in seconds since 1970.
-        total: bytes that there were.
-        dropped: bytes of the oldest events, which are kept no longer.
-        begun: whether it was not refused.
+        total: number of bytes so far.
+        dropped: bytes of dropped events.
+        begun: whether the answer has begun.
     """
 
     id: str
@@ -52,12 +52,12 @@ class ResumableStream:
     dropped: int = 0
     begun: bool = False
     _events: deque[bytes] = field(default_factory=deque)
-    _first: int = 0  # number of the first event that is kept
+    _first: int = 0  # number of the first kept event
     _refusal: Exception | None = None
     _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def append(self, piece: bytes) -> None:
-        """Record whole events, each under its number."""
+        """Record complete events, with numbers."""
         self.begun = True
         if piece != SSE_PING:
             for event in piece.split(b"\n\n")[:-1]:
@@ -70,20 +70,20 @@ class ResumableStream:
         self._readers.wake()
 
     def close(self, refusal: Exception | None = None) -> None:
-        """Nothing more comes; or it was refused, or cancelled, before anything came."""
+        """End the stream, with an error if it was refused or cancelled before it began."""
         self._refusal = None if self.begun else refusal
         self.completed = time.time()
         self._readers.wake()
 
     def place_of(self, offset: int) -> tuple[int, int]:
-        """The event that a byte belongs to, and how many of its bytes are before it.
+        """Return the number of the event that contains a byte, and the byte's offset in it.
 
         Raises:
-            ApiError: it is kept no longer, or is not there.
+            ApiError: the byte was dropped, or is beyond the end.
         """
         if not self.dropped <= offset <= self.total:
             raise invalid_request(
-                f"bytes {self.dropped} to {self.total} are kept; begin there", "from"
+                f"bytes {self.dropped} to {self.total} are available; start there", "from"
             )
         at = self.dropped
         for number, event in enumerate(self._events, self._first):
@@ -93,11 +93,11 @@ class ResumableStream:
         return self._first + len(self._events), 0
 
     async def read(self, place: int, skip: int, ping: float) -> AsyncGenerator[bytes]:
-        """The events from one on, as they come; a comment after some seconds of silence.
+        """Yield the events from a number on, with comments after `ping` seconds of silence.
 
         Args:
             place: number of the first event.
-            skip: bytes of it that are left out.
+            skip: bytes of the first event to skip.
 
         Raises:
             Exception: the request was refused before the first event.
@@ -122,34 +122,36 @@ class ResumableStream:
 
 @dataclass
 class ResumableStreams:
-    """The streams that can be resumed.
+    """All resumable streams.
 
     Attributes:
-        streams: by the conversation's id, the oldest first.
+        streams: streams by conversation id, oldest first.
     """
 
     streams: dict[str, ResumableStream] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _elsewhere: dict[str, Any] = field(default_factory=dict)  # id -> model with a process
+    _elsewhere: dict[str, Any] = field(
+        default_factory=dict
+    )  # conversation id -> model with its own process
 
     async def start(
         self, id: str, reply: StreamedResponse, ping: float, answers: set[asyncio.Future[None]]
     ) -> StreamedResponse:
-        """Answer on as a stream that can be resumed, instead of the conversation's last one.
+        """Start a resumable stream, replacing the conversation's last stream.
 
         Args:
             ping: seconds of silence until a comment.
-            answers: the server's requests in progress, of which it is one.
+            answers: the server's requests in progress, to which it is added.
 
         Raises:
-            ApiError: the id is not plain, or too many run.
+            ApiError: an invalid id, or too many running streams.
         """
         if not id.isprintable() or len(id) > MAX_ID:
             raise invalid_request(f"X-Conversation-Id has at most {MAX_ID} printable characters")
         await self.stop(id)
         self._remove_old()
         if len(self._tasks) >= MAX_RUNNING:
-            message = f"{MAX_RUNNING} streams that can be resumed run already; try again later"
+            message = f"{MAX_RUNNING} resumable streams are running; try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
         stream = self.streams[id] = ResumableStream(id)
         task = asyncio.ensure_future(self._run(stream, reply.pieces, reply.failed))
@@ -188,7 +190,7 @@ class ResumableStreams:
                 self.streams.pop(stream.id, None)
 
     async def stop(self, id: str) -> None:
-        """End a stream, if it still comes, and forgets it."""
+        """Stop and remove a stream."""
         self.streams.pop(id, None)
         self._elsewhere.pop(id, None)
         if (task := self._tasks.pop(id, None)) is not None:
@@ -196,11 +198,11 @@ class ResumableStreams:
             await asyncio.wait({task})
 
     def find(self, id: str) -> ResumableStream:
-        """The stream of a conversation.
+        """Return the stream of a conversation.
 
         Raises:
-            ApiError: there is none.
-            RunsElsewhereError: its model's process has it.
+            ApiError: there is no such stream.
+            RunsElsewhereError: the model's own process has the stream.
         """
         self._remove_old()
         if (stream := self.streams.get(id)) is not None:
@@ -209,10 +211,10 @@ class ResumableStreams:
         raise ApiError(404, f"there is no stream of the conversation {id[:80]!r}", param="conv_id")
 
     def forward(self, id: str) -> None:
-        """Leave a request to the process that has the stream, if another one has.
+        """Forward a request if another process has the stream.
 
         Raises:
-            RunsElsewhereError: it has.
+            RunsElsewhereError: another process has the stream.
         """
         if id in self._elsewhere:
             raise RunsElsewhereError(self._elsewhere[id], awake=False)
@@ -222,7 +224,7 @@ class ResumableStreams:
             del self.streams[id]
 
     def _too_many(self) -> Iterator[str]:
-        """Those that ended long ago, and the oldest ones as long as all are too large."""
+        """Yield the ids of expired streams, and of the oldest streams beyond the size limit."""
         ended = [stream for stream in self.streams.values() if stream.completed is not None]
         size = sum(stream.total - stream.dropped for stream in ended)
         for stream in ended:

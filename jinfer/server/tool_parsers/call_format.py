@@ -1,4 +1,4 @@
-"""Tool-call format: the interface that each format's module implements."""
+"""Tool-call format: the interface of a format, and building blocks of Lark grammars."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LarkGrammar:
         return "\n".join(f"{head}: {body}" for head, body in self._rules.items())
 
     def rule(self, name: str, body: str, attributes: str = "") -> str:
-        """Add a rule under this name, or a numbered one if it is taken; returns the name."""
+        """Add a rule under a name, numbered if it is taken; return the name."""
         known = self._counts[name]
         self._counts[name] += 1
         name = f"{name}_{known}" if known else name
@@ -41,7 +41,7 @@ class LarkGrammar:
         return name
 
     def text(self, text: str) -> str:
-        """Exactly this text; names of special tokens in it match these tokens."""
+        """Return an expression for a text; names of special tokens match these tokens."""
         parts = self.tokenizer.split_special(text)
         return " ".join(
             f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
@@ -49,15 +49,15 @@ class LarkGrammar:
         )
 
     def json(self, schema: Any) -> str:
-        """A value that matches a JSON schema."""
+        """Return an expression for a value that matches a JSON schema."""
         return self.rule("json", f"%json {json.dumps(prepare_schema(schema))}")
 
     def arguments(self, tools: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """The arguments of each tool, as `strict_parameters`."""
+        """Return expressions for the arguments of each tool; see `strict_parameters`."""
         return {name: self.json(strict_parameters(schema)) for name, schema in tools.items()}
 
     def upto(self, mark: str) -> str:
-        """Any text up to a mark, and the mark."""
+        """Return an expression for any text up to and including a mark."""
         parts = self.tokenizer.split_special(mark)
         if len(parts) == 1 and isinstance(parts[0], int) and self.tokenizer.is_control(parts[0]):
             any_text = self.rule("TEXT", r"/(.|\n)*/")
@@ -66,12 +66,12 @@ class LarkGrammar:
         return self.rule("upto", rf"/(.|\n)*{pattern}/", "[lazy]")
 
     def one_of(self, name: str, bodies: Iterable[str]) -> str:
-        """An alternative of rules."""
+        """Return an alternative of rules."""
         return self.rule(name, " | ".join(self.rule(name, body) for body in bodies))
 
 
 def strict_parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object without additional properties."""
+    """Return the schema of a tool's arguments: an object without additional properties."""
     parameters = {**(schema or _NOTHING), "type": "object"}
     if "properties" in parameters and not {"additionalProperties", "patternProperties"} & set(
         parameters
@@ -82,17 +82,17 @@ def strict_parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """The syntax of tool calls of a family of models.
+    """The syntax of tool calls.
 
     Attributes:
         name: the value of `prompt.tool_calls` in a specification.
         marks: texts that delimit calls, each of which may be a special token.
         parse: parses an answer to its end; calls of unknown tools are content.
-        grammar: adds the rule of a call to a grammar, or of several calls if those are wanted and
-            the format allows them; returns its expression. The third argument is the template.
+        grammar: adds the rule of a call, or of several calls if requested and supported, to a
+            grammar; returns its expression. The third argument is the template.
         new_id: generates a call's id.
-        answer: for a format with its own reasoning syntax, which `parse` reads: adds the rule of an
-            answer with reasoning and this content.
+        answer: adds the rule of an answer with reasoning and given content, for a format whose
+            `parse` reads reasoning.
     """
 
     name: str
@@ -108,22 +108,22 @@ class ToolCallFormat:
         return self.answer is not None
 
 
-MAX_CALLS = 16  # that a grammar allows in an answer
+MAX_CALLS = 16  # calls of an answer that a grammar allows
 
 
 def calls_rule(lark: LarkGrammar, calls: Iterable[str], several: bool, between: str = "") -> str:
-    """One of these calls, or several of them."""
+    """Return a rule for one or several of given calls."""
     return repeated(lark.one_of("call", calls), several, between)
 
 
 def repeated(call: str, several: bool, between: str = "") -> str:
-    """A call, or several with something between them."""
+    """Return an expression for a call, or for several with a separator."""
     return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}" if several else call
 
 
 def json_call_rule(
     lark: LarkGrammar, name: str, key: str, schema: str, *, named: str = "name"
 ) -> str:
-    """A call as a JSON object, with these keys for its name and arguments."""
+    """Return an expression for a call as a JSON object, with given keys."""
     head = lark.text(f'{{"{named}": "{name}", "{key}": ')
     return f'{head} {schema} "}}"'

@@ -49,7 +49,7 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 
 def _head(reader: IncrementalReader) -> Parse[str | None]:
-    """Parse a message's header; None: there is no message."""
+    """Parse a message's header; return None without a message."""
     head: list[str] = []
     yield from reader.space()
     role = yield from reader.starts("assistant")
@@ -65,7 +65,7 @@ def _head(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _begins(reader: IncrementalReader) -> Parse[bool]:
-    """Whether a channel or a recipient comes next."""
+    """Return whether a channel or a recipient follows."""
     while True:
         rest = reader.rest()
         if rest.startswith((CHANNEL, MESSAGE, "to=")):
@@ -78,7 +78,7 @@ def _begins(reader: IncrementalReader) -> Parse[bool]:
 
 
 def _kind(head: str, tools: Tools) -> str:
-    """The kind of a message: "reasoning", "content", the name of a tool, or "" for neither."""
+    """Return the kind of a message: "reasoning", "content", a tool's name, or "" for neither."""
     to = _TO.search(head)
     if to is not None:
         name = to[1].removeprefix("functions.")
@@ -90,7 +90,7 @@ def _kind(head: str, tools: Tools) -> str:
 def _message(
     reader: IncrementalReader, out: DeltaCollector, head: str, tools: Tools
 ) -> Parse[str | None]:
-    """Parse a message; returns the mark that ends it."""
+    """Parse a message; return the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":
         mark = yield from reader.until(_ENDS, out.reasoning, take=False)
@@ -107,7 +107,7 @@ def _message(
 
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
-    # A turn ends with its call, so there is at most one.
+    # A turn ends with its call, so there is at most one call.
     calls = (
         lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}") + f" {args}"
         for name, args in lark.arguments(tools).items()

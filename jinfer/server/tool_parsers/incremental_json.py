@@ -22,11 +22,11 @@ def loads(text: str) -> Any:
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return whether a text is a JSON object."""
     try:
         return isinstance(loads(text), dict)
     except ValueError:
@@ -34,7 +34,7 @@ def is_object(text: str) -> bool:
 
 
 def value_as_json(text: str) -> str:
-    """A parameter value as JSON: itself if it is valid JSON, else a JSON string of the text."""
+    """Convert a parameter value to JSON: unchanged if it is valid JSON, else as a string."""
     text = text.strip()
     text = _WORDS.get(text, text)
     try:
@@ -45,16 +45,16 @@ def value_as_json(text: str) -> str:
 
 
 def escape_json(text: str) -> str:
-    """A text escaped for the inside of a JSON string."""
+    """Escape a text for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def decoded_prefix(text: str) -> str:
-    """The decoded beginning of an unfinished JSON string, as far as it is certain."""
+    """Decode the beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
             decoded = loads(f'{text[:end]}"')
-        except ValueError:  # it ends inside an escape
+        except ValueError:  # the text ends inside an escape
             continue
         if not any("\ud800" <= sign <= "\udfff" for sign in decoded):
             return decoded
@@ -62,10 +62,10 @@ def decoded_prefix(text: str) -> str:
 
 
 def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> Parse[str | None]:
-    """Parse a string and returns its decoded value; None: there is none.
+    """Parse a string and return its decoded value; None without a string.
 
     Args:
-        sink: receives its JSON text as it comes, with quotes and escapes.
+        sink: receives its JSON text, with quotes and escapes.
     """
     if (yield from reader.char()) != '"':
         return None
@@ -83,7 +83,7 @@ def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
     Escapes raw control characters in strings, which JSON forbids but models write.
 
     Args:
-        sink: receives the JSON text as it comes.
+        sink: receives the JSON text.
 
     Returns:
         The JSON text; None: it is invalid or incomplete.

@@ -16,7 +16,7 @@ class IncrementalReader:
         ended: whether the text is complete.
         cut: whether the token limit ended the text. A parser that was waiting for more then has
             incomplete, not wrong, input.
-        bound: whether a grammar allows nothing but calls.
+        bound: whether a grammar allows calls only.
     """
 
     def __init__(self, *, bound: bool = False) -> None:
@@ -32,15 +32,15 @@ class IncrementalReader:
         self._at = 0
 
     def rest(self) -> str:
-        """The unread text."""
+        """Return the unread text."""
         return self._text[self._at :]
 
     def mark(self, before: str = "") -> None:
-        """Start recording what is read, after this prefix."""
+        """Start recording the read text, after a prefix."""
         self._raw = [before] if before else []
 
     def raw(self) -> str:
-        """Return what was read since the mark, and stops recording."""
+        """Return the text since the mark, and stop recording."""
         text = "".join(self._raw)
         self._raw = []
         return text
@@ -50,7 +50,7 @@ class IncrementalReader:
         self._raw, self._at = [], len(self._text)
 
     def take(self, count: int) -> str:
-        """Read that many characters, which must be buffered."""
+        """Read buffered characters."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if text:
@@ -64,7 +64,7 @@ class IncrementalReader:
         return self._text[self._at : self._at + 1]
 
     def starts(self, text: str) -> Parse[bool]:
-        """Consume this text if it comes next."""
+        """Consume a text if it follows."""
         while True:
             there = self._text[self._at : self._at + len(text)]
             if there == text:
@@ -85,10 +85,10 @@ class IncrementalReader:
     def until(
         self, marks: Sequence[str], sink: Sink, *, take: bool = True, min_overlap: int = 2
     ) -> Parse[str | None]:
-        """Read up to the first of some marks, none of which is part of another.
+        """Read up to the first of several marks, none of which is part of another.
 
         Args:
-            sink: receives the text before the mark as it comes.
+            sink: receives the text before the mark.
             take: also consume the mark.
             min_overlap: characters of a partial mark at the cut end that are withheld from `sink`.
 
@@ -115,7 +115,7 @@ class IncrementalReader:
             yield
 
     def _begins_mark(self, end: str, min_overlap: int) -> bool:
-        """Whether a cut text ends in a partial mark rather than in ordinary text.
+        """Return whether a cut text ends in a partial mark rather than in ordinary text.
 
         Args:
             end: the end of the text.
@@ -129,6 +129,6 @@ class IncrementalReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of the mark."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

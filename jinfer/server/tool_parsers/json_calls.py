@@ -17,7 +17,7 @@ _OTHERS = ("id", "type", "index", "tool_call_id")
 
 
 def is_string_schema(schema: Any) -> bool:
-    """Whether a schema allows only strings, so that a value needs no quotes."""
+    """Return whether a schema allows only strings, so that a value needs no quotes."""
     if not isinstance(schema, Mapping):
         return False
     values = schema.get("enum") or [schema.get("const")]
@@ -53,7 +53,7 @@ def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
 def parse_named_call(
     reader: IncrementalReader, out: DeltaCollector, name: str, tools: Tools
 ) -> Parse[bool]:
-    """Parse the arguments of a call to a known tool. Returns whether it is a call."""
+    """Parse the arguments of a call to a known tool; return whether it is a call."""
     if name not in tools:
         return False
     out.begin_call(name)
@@ -65,7 +65,7 @@ def parse_named_call(
 
 
 def parse_json_calls(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parse one call or several: objects, or a list of them. Sets a mark after each.
+    """Parse a call or several: objects, or a list. Sets a mark after each.
 
     Returns:
         Whether all of them were calls.
@@ -96,7 +96,7 @@ def parse_call_list(
     """Parse an answer to its end, with a list of calls in it.
 
     Args:
-        marks: what begins the list (may be missing), what begins a call, what ends the list.
+        marks: beginning of the list (may be missing), beginning of a call, end of the list.
         call: parses a call after its beginning, and sets a mark after the certain part.
     """
     opens, begins, closes = marks
@@ -124,7 +124,7 @@ def parse_json_call(
     """Parse an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
-        certain: it is known to be a call, which may have other members too.
+        certain: whether it is known to be a call, which may have other members.
 
     Returns:
         Whether it is a call.

@@ -1,13 +1,30 @@
-"""JSON list tool calls: a list of JSON objects after a mark (Granite, Phi, Command R).
+"""JSON tool-call formats: calls whose arguments are JSON, with the marks of each family.
 
-Granite 3:          <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]
-Phi-4-mini:         <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
-                    functools[{"name": "weather", "arguments": {"city": "Paris"}}]
-Command R:          Action: ```json
-                    [{"tool_name": "weather", "parameters": {"city": "Paris"}}]
-                    ```
-Command R7B and A:  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather",
-                    "parameters": {"city": "Paris"}}]<|END_ACTION|>
+Hermes (Qwen 2.5, Qwen 3, SmolLM and many others):
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+Llama 3: an answer that is a JSON object, or follows a special token:
+    {"name": "weather", "parameters": {"city": "Paris"}}
+    <|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": …}
+Mistral: a list in older models, names and arguments in newer models:
+    [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]
+    [TOOL_CALLS]weather[ARGS]{"city": "Paris"}
+    [TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}
+DeepSeek V3 and R1, whose marks are special tokens with full-width bars:
+    <|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>weather
+    ```json
+    {"city": "Paris"}
+    ```<|tool▁call▁end|><|tool▁calls▁end|>
+DeepSeek V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the marks of a call.
+Granite 3: <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]
+Phi-4-mini: the same followed by <|/tool_call|>, or functools[{"name": …}]
+Command R:
+    Action: ```json
+    [{"tool_name": "weather", "parameters": {"city": "Paris"}}]
+    ```
+Command R7B and A: <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather",
+    "parameters": {"city": "Paris"}}]<|END_ACTION|>
 """
 
 from __future__ import annotations
@@ -132,7 +149,7 @@ def _mistral_grammar(lark: LarkGrammar, tools: Tools, template: str, several: bo
 
 
 def _new_mistral_id() -> str:
-    """Mistral's templates reject ids of another length."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return uuid.uuid4().hex[:9]
 
 
@@ -198,7 +215,7 @@ DEEPSEEK = ToolCallFormat("deepseek", _DEEPSEEK_MARKS, _read_deepseek, _deepseek
 
 
 TAG, TAG_END = "<|tool_call|>", "<|/tool_call|>"
-GRANITE_TAG, GRANITE_TAG_END = "<tool_call>", "</tool_call>"  # where the tokenizer lacks the tag
+GRANITE_TAG, GRANITE_TAG_END = "<tool_call>", "</tool_call>"  # for tokenizers without the tag
 FUNCTOOLS = "functools["
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 ACTION_WORD, FENCE, FENCE_END = "Action:", "```json", "```"

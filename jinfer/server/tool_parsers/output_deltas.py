@@ -1,4 +1,4 @@
-"""Output parser protocol: splits generated text into content, reasoning and tool calls."""
+"""Output deltas: generated text split into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ToolCallDelta:
         id, name: set on its first piece.
         arguments: more of the arguments' JSON text.
         end: set on its last piece: "done" (complete), "cut" (the token limit cut its arguments), or
-            "void" (it was no call after all; its text follows as content).
+            "void" (not a call; its text follows as content).
     """
 
     index: int
@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What a piece of text was parsed into.
+    """A parsed piece of text.
 
     Attributes:
         content: more of the answer.
@@ -48,10 +48,10 @@ class OutputParser(Protocol):
     """Parses one answer's text incrementally."""
 
     def push(self, text: str) -> OutputDelta:
-        """Parse more text; returns what is certain and holds back the rest."""
+        """Parse more text; return the certain part and hold back the rest."""
 
     def finish(self, cut: bool = False) -> OutputDelta:
-        """Return what was held back, at the end of the answer.
+        """Return the held back part, at the end of the answer.
 
         Args:
             cut: the token limit ended the answer.
@@ -62,7 +62,7 @@ class PlainTextParser:
     """All text is content."""
 
     def push(self, text: str) -> OutputDelta:
-        """The text as content."""
+        """Return the text as content."""
         return OutputDelta(content=text)
 
     def finish(self, cut: bool = False) -> OutputDelta:
@@ -78,11 +78,11 @@ class WholeCallsParser:
         self._kept: list[ToolCallDelta] = []
 
     def push(self, text: str) -> OutputDelta:
-        """As the wrapped parser, without incomplete calls."""
+        """Parse more text; return complete calls only."""
         return self._settled(self._parser.push(text))
 
     def finish(self, cut: bool = False) -> OutputDelta:
-        """As the wrapped parser; no call is incomplete any more."""
+        """Parse the end of the answer; return complete calls only."""
         return self._settled(self._parser.finish(cut))
 
     def _settled(self, delta: OutputDelta) -> OutputDelta:
@@ -130,14 +130,14 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class OutputParsing:
-    """How the answers to a request are parsed.
+    """The parsing of a request's answers.
 
     Attributes:
         parser: makes the parser of one answer.
         param_changes: changes to `SamplingParams`, such as a grammar that forces tool calls.
         shown_tokens: ids of special tokens that the parser needs to see in the text.
-        constrained: makes the same for an answer that must match a JSON schema or be a tool call;
-            None: such an answer is all content.
+        constrained: creates the parsing of an answer that must match a JSON schema or be a tool
+            call; None: such an answer is content only.
     """
 
     parser: Callable[[], OutputParser] = PlainTextParser
@@ -219,7 +219,7 @@ class DeltaCollector:
         self._dropped, self._trim = "", True
 
     def abort_call(self, reader: IncrementalReader) -> None:
-        """End an incomplete call: cut by the limit, or no call, whose text becomes content."""
+        """End an incomplete call: it was cut by the limit, or its text becomes content."""
         if reader.cut:
             self._add(ToolCallDelta(self._index, end="cut"))
             reader.drop()
@@ -228,12 +228,12 @@ class DeltaCollector:
         self._gap, self._dropped = self._dropped, ""
 
     def reject(self, reader: IncrementalReader, *, certain: bool = True) -> None:
-        """Turn what was read since the reader's mark into content, as it is no call.
+        """Turn the text since the reader's mark into content, as it is not a call.
 
-        If the limit cut it, it is dropped, since it was probably a call.
+        A text that the limit cut is dropped, as it was probably a call.
 
         Args:
-            certain: nothing but a call begins like this.
+            certain: whether only a call begins like this.
         """
         if reader.cut and (certain or reader.bound):
             reader.drop()
@@ -246,7 +246,7 @@ class DeltaCollector:
         self._gap = self._thought_gap = ""
 
     def deltas(self) -> OutputDelta:
-        """Return what was collected since the last time."""
+        """Return the deltas since the last call."""
         delta = OutputDelta(self._content, self._reasoning, tuple(_joined(self._calls)))
         self._content, self._reasoning, self._calls = "", "", []
         return delta
@@ -279,12 +279,12 @@ class ToolCallParser:
         *,
         bound: bool = False,
     ) -> None:
-        """Begin an answer; `bound`: a grammar allows nothing but calls."""
+        """Begin an answer; `bound`: whether a grammar allows calls only."""
         self._reader, self._output = IncrementalReader(bound=bound), output
         self._reading = read(self._reader, output)
 
     def push(self, text: str) -> OutputDelta:
-        """Parse more text; returns what is certain."""
+        """Parse more text; return the certain part."""
         self._reader.feed(text)
         next(self._reading, None)
         return self._output.deltas()

@@ -1,6 +1,6 @@
 """Tool-call and reasoning formats: one table, and which format a chat template uses.
 
-A format is a module of its own with a test, a row here, and its name in
+A format is a `ToolCallFormat` with a test, a row here, and its name in
 `jinfer.modelspec.prompt_formats`.
 """
 
@@ -23,10 +23,10 @@ ReasoningState = Literal["open", "closed", "free"]
 
 @dataclass(frozen=True)
 class ReasoningFormat(ThinkingMarks):
-    """The reasoning syntax of a family of models."""
+    """The reasoning syntax of models."""
 
     def state(self, prompt: str) -> ReasoningState:
-        """The state after a prompt, or its last tokens."""
+        """Return the state after a prompt, or its last tokens."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
             return "open"
@@ -47,7 +47,7 @@ class ReasoningFormat(ThinkingMarks):
         out.end_reasoning()
 
     def grammar(self, lark: LarkGrammar, state: ReasoningState) -> str:
-        """The grammar rule of reasoning, where it may come."""
+        """Return the grammar rule of reasoning, where it is possible."""
         if state == "closed":
             return ""
         after = lark.rule("GAP", r"/[ \n]{0,4}/")
@@ -95,11 +95,11 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {format.name: format for forma
 
 
 def tool_call_format(template: str, name: str = "auto") -> ToolCallFormat:
-    """The tool-call format of a model; Hermes if the template does not tell.
+    """Return the tool-call format of a model; by default Hermes.
 
     Args:
         template: the source of the chat template.
-        chosen: `prompt.tool_calls` of the specification.
+        name: `prompt.tool_calls` of the specification.
     """
     if name != "auto":
         return TOOL_CALL_FORMATS[name]
@@ -109,21 +109,21 @@ def tool_call_format(template: str, name: str = "auto") -> ToolCallFormat:
 def reasoning_format(
     template: str, tokenizer: Tokenizer, name: str = "auto"
 ) -> ReasoningFormat | None:
-    """The reasoning format of a model; None without reasoning.
+    """Return the reasoning format of a model; None without reasoning.
 
     Args:
         tokenizer: reasoning models have special tokens for the marks.
-        chosen: `prompt.reasoning` of the specification.
+        name: `prompt.reasoning` of the specification.
     """
     marks = thinking_marks(template, tokenizer, name)
-    # A format that reads its own thoughts has none here.
+    # A format that parses its own thoughts is not in the table.
     return next(
         (format for format in REASONING_FORMATS if marks and format.name == marks.name), None
     )
 
 
 def special_token_ids(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of special tokens among some marks, which the decoder must not skip."""
+    """Return the ids of special tokens among marks, which the decoder must not skip."""
     parts = [part for mark in marks for part in tokenizer.split_special(mark)]
     ids = (part for part in parts if isinstance(part, int) and tokenizer.is_control(part))
     return tuple(dict.fromkeys(ids))

@@ -1,4 +1,21 @@
-"""XML-like tool calls: arguments in tags, typed by the tags or by the tool's schema."""
+"""Tag tool-call formats: arguments in tags, typed by the tags or by the tool's schema.
+
+Qwen3-Coder, typed by the schema:
+    <tool_call>
+    <function=weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+DSML (DeepSeek V3.2, with full-width bars), whose tags say whether a value is a string or JSON:
+    <|DSML|function_calls>
+    <|DSML|invoke name="weather">
+    <|DSML|parameter name="city" string="true">Paris</|DSML|parameter>
+    <|DSML|parameter name="days" string="false">3</|DSML|parameter>
+    </|DSML|invoke>
+    </|DSML|function_calls>
+"""
 
 from __future__ import annotations
 
@@ -65,7 +82,7 @@ def parse_tagged_arguments(
         value: parses a value with its schema, writes it as JSON, and parses its closing tag.
 
     Returns:
-        Whether the call is complete. An incomplete one that was not cut is rejected.
+        Whether the call is complete. An incomplete call that was not cut is rejected.
     """
     properties = schema.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
@@ -89,7 +106,7 @@ def parse_tagged_arguments(
 
 
 def tagged_call_rule(lark: LarkGrammar, tools: Tools, tags: XmlTags) -> str:
-    """Add the rule of a call to a grammar; returns its name."""
+    """Add the rule of a call to a grammar; return its name."""
     calls = []
     for name, schema in tools.items():
         parameters = strict_parameters(schema)

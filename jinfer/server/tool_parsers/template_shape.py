@@ -1,6 +1,6 @@
-"""Template probing: the form in which a chat template reads earlier tool calls.
+"""Template shape: the form in which a chat template reads tools and earlier tool calls.
 
-Templates differ: some serialize arguments themselves and want an object; some insert the text as it
+Templates differ: some serialize arguments themselves and need an object; some insert the text as it
 is; some show calls only in a message without content. Rendering a short conversation in each way
 finds out.
 """
@@ -50,7 +50,7 @@ class CallShape:
 
 @lru_cache(maxsize=32)
 def detect_shape(template: str) -> CallShape | None:
-    """The form that a template reads; None: it does not show calls in any form."""
+    """Return the form that a template reads; None if it does not show calls in any form."""
     # Values in tags have no quotes, so the words alone are decisive.
     ways = [CallShape(text, empty) for text in (False, True) for empty in (False, True)]
     texts = {way: _try_shape(template, way) for way in ways}
@@ -63,7 +63,7 @@ def detect_shape(template: str) -> CallShape | None:
 
 @lru_cache(maxsize=32)
 def accepts_system(template: str) -> bool:
-    """Whether a template accepts a system message."""
+    """Return whether a template accepts a system message."""
     return _WORD in _rendered(
         template, [{"role": "system", "content": _WORD}, {"role": "user", "content": "?"}]
     )
@@ -81,7 +81,7 @@ def _try_shape(template: str, way: CallShape) -> str:
 
 
 def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The rendered prompt; "" if the template rejects the messages."""
+    """Render the prompt; "" if the template rejects the messages."""
     ready = ChatTemplate(template, variables={"bos_token": "", "eos_token": ""})
     for tools in (None, [_TOOL]):  # templates for tool use may require tools
         try:

@@ -1,4 +1,4 @@
-"""Several conversations in one request: vLLM's /v1/chat/completions/batch."""
+"""Batched chat: several conversations in a request (vLLM's /v1/chat/completions/batch)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from jinfer.server.openai.chat import chat
 
 
 async def chat_batch(request: RequestContext[ChatBatchRequest]) -> HttpResponse:
-    """Answer each conversation; its answer is the choice of its number."""
+    """Answer each conversation as a choice."""
     body = request.body
     if body.stream:
-        raise invalid_request("several conversations are answered whole; leave it out", "stream")
+        raise invalid_request(
+            "answers to several conversations are not streamed; leave it out", "stream"
+        )
     if body.n is not None and body.n != 1:
-        raise invalid_request("each conversation has one answer; leave it out", "n")
+        raise invalid_request("each conversation has a single answer; leave it out", "n")
     shared = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
     chats = [ChatRequest.model_construct(messages=message, **shared) for message in body.messages]
     jobs = [asyncio.ensure_future(_answer(request, i, item)) for i, item in enumerate(chats)]
@@ -48,7 +50,7 @@ async def _answer(
 
 
 def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One answer, with a choice of each conversation and the sum of their tokens."""
+    """Join the answers: a choice for each conversation, and the sum of the usage."""
     choices = [
         {**choice, "index": number}
         for number, answer in enumerate(answers)

@@ -1,4 +1,4 @@
-"""Embeddings as Cohere has them: /v2/embed."""
+"""Cohere embeddings: /v2/embed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from jinfer.api import text_embeddings
-from jinfer.opening.pooling_config import Vectors
+from jinfer.loader.config.pooling_config import Vectors
 from jinfer.server.core.embedder import Embedder, coded_vector, embedder_of, truncate_vectors
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request
@@ -24,21 +24,21 @@ class CohereEmbedRequest(RequestModel):
 
     texts: list[str] = Field(min_length=1)
     model: str | None = None
-    input_type: str | None = Field(None, description="which of the model's prompts stands before")
+    input_type: str | None = Field(None, description="selects the prompt before each text")
     embedding_types: list[VectorType] | None = Field(None, min_length=1)
-    output_dimension: int | None = Field(None, ge=1, description="only the first so many numbers")
-    max_tokens: int | None = Field(None, ge=1, description="of each text")
+    output_dimension: int | None = Field(None, ge=1, description="truncate vectors to this size")
+    max_tokens: int | None = Field(None, ge=1, description="maximum tokens of each text")
     truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="which end of a text is left out where it is too long; by default END"
+        None, description="which end of a long text to cut; default: END"
     )
     user: str | None = Field(None, description="is logged")
-    images: Annotated[Any, rejected_field("models read text alone", [])] = None
-    inputs: Annotated[Any, rejected_field("give texts; models read text alone", [])] = None
-    priority: Annotated[Any, rejected_field("vectors are computed in their order", 0)] = None
+    images: Annotated[Any, rejected_field("models read text only", [])] = None
+    inputs: Annotated[Any, rejected_field("use texts; models read text only", [])] = None
+    priority: Annotated[Any, rejected_field("embeddings have no priority", 0)] = None
 
 
 class CohereVectors(ResponseModel):
-    """The vectors, by type; one of numbers' signs as bytes of eight each."""
+    """The vectors by type; binary types pack eight signs into a byte."""
 
     float: list[list[Any]] | None = None
     base64: list[str] | None = None
@@ -56,7 +56,7 @@ class CohereEmbedResponse(ResponseModel):
     meta: dict[str, Any]
 
 
-# What clients have to name, and what models call the prompts for it.
+# Cohere's input type -> names of models' prompts for it.
 _PROMPTS = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage", "corpus"),
@@ -92,7 +92,7 @@ async def embed(request: RequestContext[CohereEmbedRequest]) -> HttpResponse:
 
 
 def _prompt_name(request: RequestContext[CohereEmbedRequest], embedder: Embedder) -> str | None:
-    """The model's prompt for what the texts are for; one that it need not have is told."""
+    """Return the name of the model's prompt for the input type; report a missing prompt."""
     kind, prompts = request.body.input_type, embedder.pooling.prompts
     if kind is None:
         return None
@@ -108,7 +108,7 @@ def _prompt_name(request: RequestContext[CohereEmbedRequest], embedder: Embedder
 
 
 def _endings(embedder: Embedder, texts: list[str], max_tokens: int) -> list[str]:
-    """Texts without the beginnings for which there is no room. Slow: use a worker thread."""
+    """Cut the beginnings of long texts. Slow: use a worker thread."""
     session = embedder.model.session
     longest = int(text_embeddings.max_text_tokens(session)) if max_tokens == -1 else max_tokens
     tokenizer, marks = session.tokenizer, len(session.tokenizer.encode(""))
@@ -121,7 +121,7 @@ def _endings(embedder: Embedder, texts: list[str], max_tokens: int) -> list[str]
 
 
 def _shown(vectors: Vectors, kind: str) -> Any:
-    """Vectors in one of Cohere's types."""
+    """Convert vectors to a type of Cohere's API."""
     if kind == "base64":
         return [coded_vector(row) for row in vectors]
     if kind == "float":

@@ -1,4 +1,4 @@
-"""Amazon SageMaker's /invocations: a request to whatever route its fields belong to."""
+"""Invocations: Amazon SageMaker's /invocations, which selects the route by the request's fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import completions
 from jinfer.server.vllm import pooling_routes, ranking
 
-# A field that tells a route, and what answers it.
+# Field -> handler of the route that has it.
 _ROUTES: Mapping[str, Handler] = {
     "messages": chat,
     "prompt": completions,
@@ -32,14 +32,14 @@ _ROUTES: Mapping[str, Handler] = {
 
 
 class Invocation(BaseModel):
-    """A request to some route."""
+    """A request with the fields of any route."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None
 
 
 async def invoke(request: RequestContext[Invocation]) -> HttpResponse | StreamedResponse:
-    """Answer as the route that a request's fields belong to."""
+    """Answer as the route whose fields the request has."""
     fields: dict[str, Any] = dict(request.body.model_extra or {})
     if request.body.model is not None:
         fields["model"] = request.body.model
@@ -60,4 +60,4 @@ async def invoke(request: RequestContext[Invocation]) -> HttpResponse | Streamed
 
 
 class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
-    """The answer of another route."""
+    """The response of another route."""

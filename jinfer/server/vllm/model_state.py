@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: routes that list, load and unload them."""
+"""Model state: routes that load and unload LoRA adapters and let models sleep (vLLM)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from jinfer.server.models.served_model import ServedModel
 
 
 class LoadAdapter(RequestModel):
-    """A request to load an adapter, in vLLM's words."""
+    """A request to load an adapter (vLLM)."""
 
-    lora_name: str = Field(description="what requests call it, as their model")
-    lora_path: str = Field(description="a folder of PEFT, or a GGUF file, where the server is")
-    model: str | None = Field(None, description="the model that it is for; by default the first")
+    lora_name: str = Field(description="name of the adapter, used as the model of requests")
+    lora_path: str = Field(description="a PEFT folder or a GGUF file on the server")
+    model: str | None = Field(None, description="name of the base model; default: the first")
 
 
 class UnloadAdapter(RequestModel):
-    """A request to unload an adapter, in vLLM's words."""
+    """A request to unload an adapter (vLLM)."""
 
     lora_name: str
 
 
 class AdapterChange(ResponseModel):
-    """What was done."""
+    """The result."""
 
     status: str
 
@@ -70,7 +70,7 @@ async def unload_adapter(request: RequestContext[UnloadAdapter]) -> HttpResponse
 
 def _check_allowed(request: RequestContext[Any]) -> None:
     if not request.service.settings.runtime_adapters:
-        reason = "adapters are not loaded over HTTP here; serve with --runtime-adapters"
+        reason = "the server does not load adapters over HTTP; serve with --runtime-adapters"
         raise ApiError(403, reason, code="not_allowed")
 
 
@@ -84,36 +84,38 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 async def sleep(request: RequestContext[Any]) -> HttpResponse:
-    """Let a model sleep, or all that are awake, when the requests that use it have ended."""
+    """Let a model, or all models, sleep once their requests have ended."""
     level = request.http.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
     mode = request.http.query_params.get("mode", "wait")
     if mode != "wait":
-        raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
+        raise unsupported_field(
+            "running requests are always completed: only mode=wait is supported", "mode"
+        )
     for model in _models_of(request, "loaded"):
         await request.service.models.sleep(model, int(level))
     return HttpResponse(b"", media_type=_TEXT)
 
 
 async def wake_up(request: RequestContext[Any]) -> HttpResponse:
-    """Wake a model, or all that sleep."""
+    """Wake a model, or all sleeping models."""
     if "tags" in request.http.query_params:
-        raise unsupported_field("a model wakes as a whole", "tags")
+        raise unsupported_field("models can only be woken completely", "tags")
     for model in _models_of(request, "sleeping"):
         await request.service.models.load(model.name)
     return HttpResponse(b"", media_type=_TEXT)
 
 
 async def is_sleeping(request: RequestContext[Any]) -> HttpResponse:
-    """Whether a model sleeps; without its name, whether all do that are in memory."""
+    """Return whether a model, or all models in memory, sleep."""
     models = [model for model in _models_of(request, "loaded", "sleeping") if model.open]
     asleep = bool(models) and all(item.state == "sleeping" for item in models)
     return HttpResponse({"is_sleeping": asleep})
 
 
 def _models_of(request: RequestContext[Any], *states: str) -> list[ServedModel]:
-    """The model that a request names, or all in one of some states."""
+    """Return the model of a request, or all models in given states."""
     models, name = request.service.models, request.http.query_params.get("model")
     if name is not None:
         return [models.by_name(name)]

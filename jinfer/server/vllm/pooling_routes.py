@@ -1,4 +1,4 @@
-"""Classification and pooling API: /classify, and vLLM's /pooling of any kind of result."""
+"""Pooling routes: /classify, and vLLM's /pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
@@ -33,8 +33,8 @@ class ClassifyRequest(RequestModel):
     """A request to /classify."""
 
     input: MixedPrompts
-    use_activation: bool | None = Field(None, description="false: scores as the head gives them")
-    add_special_tokens: bool | None = Field(None, description="false: nothing around a text")
+    use_activation: bool | None = Field(None, description="false: raw scores of the head")
+    add_special_tokens: bool | None = Field(None, description="false: no special tokens")
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = Field(None, description="is logged")
@@ -44,8 +44,8 @@ class TextClass(ResponseModel):
     """The classes of a text."""
 
     index: int
-    label: str = Field(description="of the highest score")
-    probs: list[float] = Field(description="of each class")
+    label: str = Field(description="label with the highest score")
+    probs: list[float] = Field(description="probability of each class")
     num_classes: int
 
 
@@ -56,7 +56,7 @@ class ClassifyResponse(ResponseModel):
     object: Literal["list"]
     created: int
     model: str
-    labels: list[str] = Field(description="names of the classes, in the order of `probs`")
+    labels: list[str] = Field(description="labels, in the order of `probs`")
     data: list[TextClass]
     usage: EmbeddingUsage
 
@@ -67,21 +67,23 @@ class PoolingRequest(RequestModel):
     input: MixedPrompts
     task: PoolingTask | None = Field(
         None,
-        description="without it: classes of a model with a head for them, token vectors of one "
-        "that compares them (ColBERT), else one vector a text",
+        description="default: classes for a model with a classification head, token vectors for a "
+        "ColBERT model, else a vector per text",
     )
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
+    dimensions: int | None = Field(None, ge=1, description="truncate vectors to this size")
     normalize: bool | None = None
-    use_activation: bool | None = Field(None, description="false: scores as the head gives them")
-    prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
+    use_activation: bool | None = Field(None, description="false: raw scores of the head")
+    prompt_name: str | None = Field(
+        None, description="name of a model's prompt to put before each text"
+    )
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = Field(None, description="is logged")
 
 
 class PooledText(ResponseModel):
-    """What a text becomes; as base64, little-endian float32, row by row."""
+    """The result of a text; as base64: little-endian float32, row by row."""
 
     index: int
     object: Literal["pooling"]
@@ -100,7 +102,7 @@ class PoolingResponse(ResponseModel):
 
 
 async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpResponse:
-    """Put texts into classes."""
+    """Classify texts."""
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         config = _classes_of(embedder)
@@ -124,7 +126,7 @@ def _classes_of(embedder: Embedder) -> ClassificationConfig:
     found = embedder.model.session.opened.classification
     if found is None:
         raise unsupported_field(
-            f"the model {embedder.model.name} has no head that puts texts into classes", "model"
+            f"the model {embedder.model.name} has no classification head", "model"
         )
     return found
 
@@ -136,7 +138,7 @@ async def _classified(
     activate: bool | None,
     special: bool | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Probabilities of classes, or their scores, [texts, labels]; and the number of tokens."""
+    """Return the probabilities or scores of classes [texts, labels], and the number of tokens."""
     ids = await embedder.service.in_thread(embedder.ids, texts, "input", special=special)
     typed = [TypedTokens(item, [0] * len(item)) for item in ids]
     rows = await embedder.batched(lambda *group: classify(*group).scores, typed)
@@ -146,7 +148,7 @@ async def _classified(
 
 
 def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
-    """What stands before an answer's data."""
+    """Return the fields before an answer's data."""
     return {
         "id": f"{kind}-{uuid.uuid4().hex}",
         "object": "list",
@@ -157,14 +159,14 @@ def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
 
 
 async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
-    """What a model makes of texts: classes, a vector of each text, or of each token."""
+    """Compute classes, a vector of each text, or of each token."""
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         session = embedder.model.session
         usual: PoolingTask = "token_embed" if embedder.pooling.late else "embed"
         task = body.task or (usual if session.opened.classification is None else "classify")
         if task == "classify" and body.dimensions is not None:
-            raise invalid_request("it is for vectors, not for classes", "dimensions")
+            raise invalid_request("it applies to vectors, not to classes", "dimensions")
         found: Iterable[np.ndarray]
         if task == "classify":
             config = _classes_of(embedder)
@@ -192,7 +194,7 @@ async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
 
 
 def _entries(found: Iterable[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:
-    """Results in the response format: lists of numbers, or base64."""
+    """Yield results in the response format: lists of numbers, or base64."""
     for i, item in enumerate(found):
         shown = coded_vector(item) if coded else np.ascontiguousarray(item)
         yield {"index": i, "object": "pooling", "data": shown}

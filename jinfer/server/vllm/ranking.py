@@ -1,4 +1,4 @@
-"""Reranking API: /rerank and /score, by a head that reads pairs or by comparing vectors."""
+"""Ranking: /rerank and /score, by a head that reads pairs or by comparing vectors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic import Field, RootModel
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify, tokenize_pair
 from jinfer.api.session import Session
+from jinfer.loader.config.classification_config import ClassificationConfig
+from jinfer.loader.config.pooling_config import Similarity
 from jinfer.modelspec.classification_table import Activation
-from jinfer.opening.classification_config import ClassificationConfig
-from jinfer.opening.pooling_config import Similarity
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
@@ -31,7 +31,7 @@ from jinfer.server.http.schema_base import RequestModel, ResponseModel
 
 Texts = Annotated[list[str], Field(min_length=1)]
 Compared = Similarity | Literal["maxsim", "head"]
-_HOW = "how a score came to be: vectors compared, MaxSim of tokens' vectors, or a head's"
+_HOW = "method of the score: similarity of vectors, MaxSim of token vectors, or a head"
 
 
 class Document(RequestModel):
@@ -46,16 +46,16 @@ class RerankRequest(RequestModel):
     query: str
     documents: list[str | Document] | None = Field(None, min_length=1)
     texts: list[str] | None = Field(
-        None, min_length=1, description="TEI's name of documents, which has TEI's answer"
+        None, min_length=1, description="TEI's name of documents; selects TEI's response format"
     )
-    return_text: bool | None = Field(None, description="TEI's; false if not given")
-    raw_scores: bool | None = Field(None, description="TEI's: a head's scores as they are")
-    use_activation: bool | None = Field(None, description="vLLM's: false as raw_scores = true")
-    truncate: bool | None = Field(None, description="TEI's: longer texts are cut")
+    return_text: bool | None = Field(None, description="TEI's; default: false")
+    raw_scores: bool | None = Field(None, description="TEI's: raw scores of a head")
+    use_activation: bool | None = Field(None, description="vLLM's: false means raw_scores = true")
+    truncate: bool | None = Field(None, description="TEI's: truncate long texts")
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = None
-    max_tokens_per_doc: int | None = Field(None, ge=1, description="Cohere's: documents are cut")
+    max_tokens_per_doc: int | None = Field(None, ge=1, description="Cohere's: truncate documents")
     truncate_prompt_tokens: int | None = None
     user: str | None = Field(None, description="is logged")
 
@@ -83,7 +83,7 @@ class RankedDocuments(ResponseModel):
     model: str
     usage: EmbeddingUsage
     similarity: Compared = Field(description=_HOW)
-    activation: Activation | None = Field(None, description="what was applied to a head's score")
+    activation: Activation | None = Field(None, description="activation of a head's score")
     results: list[RankedDocument]
 
 
@@ -92,7 +92,7 @@ class RerankResponse(RootModel[RankedDocuments | list[RankedText]]):
 
 
 class ScoreRequest(RequestModel):
-    """A request to /score; a single first text is paired with each second one."""
+    """A request to /score; a single first text is paired with each second text."""
 
     text_1: str | Texts | None = None
     queries: str | Texts | None = Field(None, description="another name of text_1")
@@ -101,7 +101,7 @@ class ScoreRequest(RequestModel):
     documents: str | Texts | None = Field(None, description="another name of text_2")
     items: str | Texts | None = Field(None, description="another name of text_2")
     data_2: str | Texts | None = Field(None, description="another name of text_2")
-    use_activation: bool | None = Field(None, description="false: a head's scores as they are")
+    use_activation: bool | None = Field(None, description="false: raw scores of a head")
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = Field(None, description="is logged")
@@ -125,7 +125,7 @@ class ScoreResponse(ResponseModel):
     data: list[Score]
     usage: EmbeddingUsage
     similarity: Compared = Field(description=_HOW)
-    activation: Activation | None = Field(None, description="what was applied to a head's score")
+    activation: Activation | None = Field(None, description="activation of a head's score")
 
 
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
@@ -136,9 +136,9 @@ class PairScores:
     """Scores of pairs of texts.
 
     Attributes:
-        scores: one per pair; larger is more similar.
-        tokens: how many were read.
-        how: fields of the answer that say how they came to be.
+        scores: score of each pair; larger is more similar.
+        tokens: number of input tokens.
+        how: fields of the response that describe the method.
     """
 
     scores: list[float]
@@ -162,7 +162,7 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
             )
         raw = body.raw_scores is True or body.use_activation is False
         if body.raw_scores and embedder.model.session.opened.classification is None:
-            request.ignore("raw_scores", "scores are as the model compares")
+            request.ignore("raw_scores", "the model has no raw scores")
         sides = (body.query, "query", _QUERY), (read, param, _DOCUMENT)
         found = await pair_scores(embedder, *sides, raw=raw)
         request.note(prompt_tokens=found.tokens)
@@ -187,7 +187,7 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
 
 
 def _shortened(session: Session, texts: Sequence[str], max_tokens: int) -> list[str]:
-    """Texts of at most `most` tokens. Slow: use a worker thread."""
+    """Truncate texts to `max_tokens` tokens. Slow: use a worker thread."""
     tokenizer = session.tokenizer
     tokens = [tokenizer.encode(text, special=False) for text in texts]
     return [
@@ -197,14 +197,14 @@ def _shortened(session: Session, texts: Sequence[str], max_tokens: int) -> list[
 
 
 async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
-    """Scores pairs of texts."""
+    """Score pairs of texts."""
     body = request.body
     item, param = either_field(body, "text_1", "queries", "data_1")
     other, other_param = either_field(body, "text_2", "documents", "items", "data_2")
     first, second = ([side] if isinstance(side, str) else side for side in (item, other))
     if len(first) not in (1, len(second)):
         raise invalid_request(
-            f"there are {len(first)} first texts and {len(second)} second ones", param
+            f"there are {len(first)} first texts and {len(second)} second texts", param
         )
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         late = embedder.pooling.late
@@ -228,15 +228,15 @@ async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
         )
 
 
-# Texts, the request's field that has them, and names of prompts, of which the model may have one.
+# Texts, their request field, and names of possible prompts.
 type _Side = tuple[str | Sequence[str], str, Sequence[str]]
 
 
 async def pair_scores(embedder: Embedder, first: _Side, second: _Side, *, raw: bool) -> PairScores:
-    """Scores of pairs; a single first text is paired with each second one.
+    """Score pairs; a single first text is paired with each second text.
 
     Args:
-        raw: a head's scores stay as they are.
+        raw: whether to return raw scores of a head.
 
     Raises:
         ApiError: the model was not trained to compare texts.
@@ -247,8 +247,8 @@ async def pair_scores(embedder: Embedder, first: _Side, second: _Side, *, raw: b
         return await _by_head(embedder, config, first, second, raw)
     if embedder.model.llm.spec.generates and not embedder.pooling.declared:
         raise unsupported_field(
-            f"the model {embedder.model.name} writes texts, and nothing says that its vectors can "
-            f"be compared; serve an embedder or a reranker beside it and name that",
+            f"the model {embedder.model.name} generates text, and is not declared to have "
+            "comparable vectors; serve an embedder or a reranker, and use its name",
             "model",
         )
     if embedder.pooling.late:
@@ -269,11 +269,11 @@ def _prompt(embedder: Embedder, names: Sequence[str]) -> str | None:
 async def _by_head(
     embedder: Embedder, config: ClassificationConfig, first: _Side, second: _Side, raw: bool
 ) -> PairScores:
-    """Cross-encoder: the model reads both texts at once."""
+    """Score pairs with a cross-encoder, which reads both texts at once."""
     if config.relevance is None:
         raise unsupported_field(
-            f"the model {embedder.model.name} has {len(config.labels)} classes, and none of them "
-            "is how well two texts fit; use /classify, or set classification.relevance",
+            f"the model {embedder.model.name} has {len(config.labels)} classes, and none is "
+            "marked as relevance; use /classify, or set classification.relevance",
             "model",
         )
     pairs = await embedder.service.in_thread(_pairs, embedder, first, second)
@@ -286,12 +286,12 @@ async def _by_head(
 
 
 def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]:
-    """Tokenize pairs and checks their lengths. Slow: use a worker thread."""
+    """Tokenize pairs and check their lengths. Slow: use a worker thread."""
     left, right = ([item[0]] if isinstance(item[0], str) else item[0] for item in (first, second))
     if len(right) > embedder.service.settings.max_prompts:
         max_texts = embedder.service.settings.max_prompts
         raise invalid_request(
-            f"there are {len(right)} texts; at most {max_texts} are read", second[1]
+            f"there are {len(right)} texts; a request may have {max_texts}", second[1]
         )
     found = []
     for number, other in enumerate(right):
@@ -303,7 +303,7 @@ def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]
 
 
 async def _by_token_vectors(embedder: Embedder, first: _Side, second: _Side) -> PairScores:
-    """Late interaction: each token of the first text with the nearest one of the second."""
+    """Score pairs by late interaction (MaxSim)."""
     sides, tokens = [], 0
     for texts, param, names in (first, second):
         name = _prompt(embedder, names)

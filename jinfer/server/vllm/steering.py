@@ -1,4 +1,4 @@
-"""Steering vectors over HTTP: routes that list, keep and forget them by name."""
+"""Steering: routes that list, store and delete steering vectors by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, RootModel
 from jinfer.api.activation_checks import check_steering
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
+from jinfer.loader.adapters.control_vectors import read_control_vector
 from jinfer.sampling.activation_edits import Steer
 from jinfer.server.core.request_activations import OFF, read_array
 from jinfer.server.core.sampling_fields import Numbers
@@ -18,11 +19,10 @@ from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_reque
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
-from jinfer.weights.control_vectors import read_control_vector
 
 
 async def list_steering(request: RequestContext[Any]) -> HttpResponse:
-    """The steering vectors of a model."""
+    """List the steering vectors of a model."""
     _check_allowed(request)
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         kept = model.session.steering.kept
@@ -30,7 +30,7 @@ async def list_steering(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
-    """Keep steering vectors under a name, in place of those it had."""
+    """Store steering vectors under a name, replacing earlier vectors."""
     _check_allowed(request)
     body = request.body
     if (body.path is None) == (body.vectors is None):
@@ -47,7 +47,7 @@ async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
 
 
 async def forget_steering(request: RequestContext[Any]) -> HttpResponse:
-    """Forget the steering vectors of a name."""
+    """Delete the steering vectors of a name."""
     _check_allowed(request)
     name = request.http.path_params["name"]
     async with request.service.models.use(request.http.query_params.get("model")) as model:
@@ -60,7 +60,7 @@ async def forget_steering(request: RequestContext[Any]) -> HttpResponse:
 
 
 def _vectors(body: KeepSteering, model: ServedModel) -> list[Steer]:
-    """The vectors of a request, which fit the model. Raises `ApiError`."""
+    """Read the vectors of a request, and check them against the model. Raises `ApiError`."""
     try:
         vectors = [
             Steer(vector.name, read_array(vector.vector, f"vectors.{i}.vector"), vector.scale)
@@ -93,20 +93,20 @@ class VectorField(RequestModel):
 
 
 class KeepSteering(RequestModel):
-    """A request to keep steering vectors under a name."""
+    """A request to store steering vectors under a name."""
 
     name: str = Field(min_length=1, max_length=200)
-    path: str | None = Field(None, description="a control vector (GGUF), where the server is")
-    vectors: list[VectorField] | None = Field(None, description="in place of path")
-    model: str | None = Field(None, description="the model that they are for; by default the first")
+    path: str | None = Field(None, description="a control vector (GGUF) on the server")
+    vectors: list[VectorField] | None = Field(None, description="alternative to path")
+    model: str | None = Field(None, description="name of the model; default: the first")
 
 
 class SteeringState(ResponseModel):
-    """Steering vectors that are kept under a name."""
+    """Steering vectors stored under a name."""
 
     name: str
     activations: list[str]
 
 
 class SteeringStates(RootModel[list[SteeringState]]):
-    """The list of them."""
+    """The stored steering vectors."""

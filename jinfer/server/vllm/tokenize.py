@@ -21,15 +21,15 @@ from jinfer.tokenizer import Tokenizer
 class TokenizeRequest(ChatTemplateFields):
     """A text (`content`: llama.cpp, `prompt`: vLLM) or a conversation (`messages`: vLLM)."""
 
-    # Exactly one of three fields is given.
+    # Exactly one of three fields must be set.
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ITEMS)  # type: ignore[assignment]
     model: str | None = None
     content: str | list[str | int] | None = None
-    add_special: bool | None = Field(None, description="of content; false where not given")
-    parse_special: bool | None = Field(None, description="of content; true where not given")
+    add_special: bool | None = Field(None, description="with content; default: false")
+    parse_special: bool | None = Field(None, description="with content; default: true")
     with_pieces: bool | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = Field(None, description="of prompt; true where not given")
+    add_special_tokens: bool | None = Field(None, description="with prompt; default: true")
     return_token_strs: bool | None = None
 
 
@@ -156,7 +156,7 @@ def _content(request: RequestContext[TokenizeRequest], session: Session) -> dict
 
 
 def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
-    """A token's text; its bytes if they are not valid UTF-8."""
+    """Return a token's text, or its bytes if they are not valid UTF-8."""
     data = tokenizer.spelled(id)
     try:
         return data.decode()
@@ -175,9 +175,7 @@ def _messages(request: RequestContext[TokenizeRequest], session: Session) -> dic
     """Tokenize a conversation, as vLLM does."""
     body, settings = request.body, request.service.settings
     if body.add_special_tokens:
-        raise invalid_request(
-            "the chat template says what stands around a text", "add_special_tokens"
-        )
+        raise invalid_request("the chat template adds the special tokens", "add_special_tokens")
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
     prompt = build_chat_prompt(rendering, session, settings, request.ignore)

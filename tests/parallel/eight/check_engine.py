@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.timeline import Timeline, overlap_fraction
 from tests.parallel.eight.models import opened

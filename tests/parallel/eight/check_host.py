@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.parallel.device_groups import HOST_MEMORY
 from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
-from jinfer.weights.model_size import bytes_text
 from tests.parallel.eight.check_engine import asked, made_up, nothing_held, tokens
 from tests.parallel.eight.models import Answers, alone, answers, distance, opened
 from tools.bench_models import LlamaShape

@@ -39,7 +39,7 @@ BEGUN = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from jinfer.opening.open_model import open_model
+    from jinfer.loader.open_model import open_model
 
     opened = open_model(ROOT / "specs" / "smollm2_135m_instruct.toml", {})
     assert opened.tokenizer is not None

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.open_model import open_model
 from jinfer.server.serve_flags import model_sources_of, parse_options
 from jinfer.server.tool_parsers.output_deltas import WholeCallsParser
 from jinfer.server.tool_parsers.parser_registry import (
