@@ -117,7 +117,7 @@ from tests.sampling.batches import VOCAB, encode, params
         ({"json_schema": 5}, "json_schema must be a schema, not 5"),
         (
             {"json_schema": True, "regex": "a"},
-            "regex must be left out: json_schema is 'a'",
+            "regex must be left out: json_schema is given",
         ),
         ({"choice": ["a"], "grammar": "b"}, "grammar must be left out: choice is given, not 'b'"),
     ],

@@ -105,17 +105,17 @@ DEFAULTS = json.loads("""{
 
 
 def test_fields_of_others() -> None:
-    """Those of llama.cpp and vLLM that change nothing are told, others refused, by their names."""
-    refused = ["echo", "add_special_tokens", "reasoning_format", "functions", "function_call"]
-    for name in [*OTHERS, *refused]:
+    """Fields of llama.cpp and vLLM without effect are reported, others rejected, by their names."""
+    rejected = ["echo", "add_special_tokens", "reasoning_format", "functions", "function_call"]
+    for name in [*OTHERS, *rejected]:
         if name == "return_mm_kwargs":  # whether true or false
             continue
         body = BODIES[CHAT] | {name: CHANGE.get(name, 5)}
         what = peer_tables.done(CHAT, name)
-        if what.startswith("told"):
+        if what.startswith("ignored"):
             assert [one for one, _ in ignored_fields(validated(body, ChatRequest))] == [name]
             continue
-        assert what.startswith("refused"), name
+        assert what.startswith("rejected"), name
         with pytest.raises(ApiError) as found:
             validated(body, ChatRequest)
         assert found.value.param == name
