@@ -13,7 +13,6 @@ from typing import NoReturn
 from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.modelspec.foreign_names import foreign_commands
 from jinfer.runtime.startup import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
@@ -121,6 +120,9 @@ def _unknown(word: str) -> str:
     """The error message for an unknown command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
         return f"{word} is no command; did you mean '{prog_of_jinfer()} generate {word}'?"
+    # Imported here, because only errors need it.
+    from jinfer.modelspec.foreign_names import foreign_commands
+
     if (own := foreign_commands().get(word)) is not None:
         return f"there is no command {word!r}; there is: {prog_of_jinfer()} {own}"
     group, _, rest = word.partition(" ")

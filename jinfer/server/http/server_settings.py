@@ -62,7 +62,7 @@ def _read_variables(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WrongValue("a JSON object", value)
     if reserved := sorted(RESERVED_VARIABLES & value.keys()):
-        raise WrongValue(f"without {reserved[0]}, which each request sets", value)
+        raise WrongValue(f"a JSON object without {reserved[0]}, which each request sets", value)
     return value
 
 
