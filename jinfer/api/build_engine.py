@@ -27,7 +27,7 @@ from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.adapted_rows import is_adapter
+from jinfer.nn.lora_rows import is_adapter
 from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend

@@ -23,7 +23,7 @@ from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.ops.platforms import start
+from jinfer.ops.backend import start
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.quantized_cache import with_formats
 

@@ -21,7 +21,7 @@ from jinfer.engine.requests import EngineError, RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
-from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
+from jinfer.nn.lora_rows import AdapterSlots, is_adapter
 from jinfer.opening.adapter_files import merged_checkpoint
 from jinfer.opening.compute_settings import adapter_dtype
 from jinfer.opening.open_model import Opened

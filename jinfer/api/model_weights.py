@@ -16,7 +16,7 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint
-from jinfer.nn.adapted_rows import is_adapter
+from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.grouped_blocks import described

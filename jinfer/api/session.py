@@ -61,10 +61,10 @@ from jinfer.opening.chat_prompt import CONTINUE, Message
 from jinfer.opening.describe import family, stored_as, title
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.ops.backend import start
+from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
 from jinfer.ops.gpu_backend import requested_backend
-from jinfer.ops.platforms import start
-from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_keywords import is_parameter

@@ -86,7 +86,7 @@ def attention(
         coding: format of a quantized cache.
         new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, to be written to
             the pool first. The pool's arrays are changed in place and must not be used again.
-        int8_keys: of the same blocks (`jinfer.ops.attention.int8_keys`); None: there are none.
+        int8_keys: of the same blocks (`jinfer.ops.attention.kv_cache`); None: there are none.
         partial: entries of the tables may be -1: blocks that are elsewhere, neither written nor
             seen. The output is then float32 and not normalized, and a second array holds each
             query's maximum score and sum of weights.

@@ -84,7 +84,7 @@ def selective_scan(
     table: Float[Array, "slots states channels"],
     runs: Runs,
 ) -> tuple[Float[Array, "tokens channels"], Array]:
-    """The recurrence of `jinfer.ops.recurrence.selective_scan`, without the skip."""
+    """The recurrence of `jinfer.ops.recurrence.diagonal_state`, without the skip."""
     return _call("selective_scan", (x, dt, a, b, c), x.shape, table, runs)
 
 

@@ -21,7 +21,7 @@ from jinfer.modelspec import blocks
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
-from jinfer.ops.attention import int8_keys
+from jinfer.ops.attention import kv_cache
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache_group
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jinfer.guard.disk_cache import DiskCache
     from jinfer.nn.activation_shapes import ActivationShape
-    from jinfer.nn.adapted_rows import AdapterSlots
+    from jinfer.nn.lora_rows import AdapterSlots
     from jinfer.nn.transformer import Model
 
 # Results per token; of an encoder "pooled" and "classes" per text.
@@ -252,6 +252,6 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShap
                 group = ENCODER if own.encoded else cache_group(own.window)
                 widths = own.heads, own.key_width, own.value_width
                 plain = not (own.encoded or own.index_width or own.score_mod)
-                useful = plain and int8_keys.are_useful(*widths[1:], own.window)
+                useful = plain and kv_cache.int8_keys_are_useful(*widths[1:], own.window)
                 shape = CacheShape(*widths, group, own.window, own.index_width, useful)
                 yield f"decoder.{i}.{name}", shape

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Blocks that no specification names, beside the language's own.
 _MODULES = MODULES | {
-    TapSpec: "hidden_tap.HiddenTap",
+    TapSpec: "stream_modules.HiddenTap",
     ShardedEmbeddingBlock: "tensor_parallel.ShardedEmbedding",
     ShardedHeadBlock: "tensor_parallel.ShardedHead",
     ShardedRMSBlock: "tensor_parallel.ShardedRMSNorm",

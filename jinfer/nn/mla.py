@@ -17,11 +17,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.nn.activation_taps import is_tapped, observed, tapped
+from jinfer.nn.attention_features import GatedHeads, Indexer
 from jinfer.nn.attention_taps import tap_cached_pattern
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
-from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
-from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary, scaled_queries
 from jinfer.nn.projections import Linear

@@ -21,8 +21,8 @@ from jinfer.modelspec.blocks import (
     TemperatureSpec,
 )
 from jinfer.nn.parameter import parameter
+from jinfer.ops.reductions import rounded
 from jinfer.ops.rope import rotate
-from jinfer.ops.row_sums import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -13,11 +13,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
-from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
+from jinfer.nn.lora_rows import row_adapters, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
-from jinfer.ops.matmul.dora import NORM_TERMS, rescale
-from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora
+from jinfer.ops.matmul.lora import NORM_TERMS, RowAdapters, Stacks, add_lora, rescale
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Linear(nnx.Module):
     @property
     def is_plain(self) -> bool:
         """Whether it is the product with its weight and nothing else."""
-        return self.bias is None and (self.lora_a is None or adapted_rows() is None)
+        return self.bias is None and (self.lora_a is None or row_adapters() is None)
 
     @property
     def stacks(self) -> Stacks:
@@ -107,7 +106,7 @@ def project(
     """Several projections of the same vectors, which may be one operation."""
     biases = [None if each.bias is None else each.bias[...] for each in projections]
     weights = [each.weight[...] for each in projections]
-    rows = adapted_rows()
+    rows = row_adapters()
     if rows is None or all(each.lora_a is None for each in projections):
         return linears(x, weights, biases)
     # In float32 until all terms are added: rows without an adapter are rounded as without any.

@@ -27,15 +27,11 @@ from jinfer.nn.parameter import parameter
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.kv_cache import StateCache
 from jinfer.ops.norm import normalize_l2
-from jinfer.ops.recurrence.gated_delta import gated_delta
-from jinfer.ops.recurrence.linear_attention import linear_attention
-from jinfer.ops.recurrence.rg_lru import rg_lru
+from jinfer.ops.recurrence.diagonal_state import rg_lru, selective_scan
+from jinfer.ops.recurrence.matrix_state import gated_delta, linear_attention, rwkv7, ssd, step_size
 from jinfer.ops.recurrence.rwkv4 import wkv
-from jinfer.ops.recurrence.rwkv7 import rwkv7
-from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.short_conv import short_conv
-from jinfer.ops.recurrence.ssd import ssd, step_size
-from jinfer.ops.row_sums import mean_of_row
+from jinfer.ops.reductions import mean_of_row
 
 if TYPE_CHECKING:
     from jaxtyping import Float

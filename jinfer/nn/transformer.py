@@ -16,15 +16,14 @@ from jax.typing import DTypeLike
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.activation_taps import ActivationTaps, Tapping
-from jinfer.nn.adapted_rows import AdapterSlots, building_with
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.nn.layer_call import LayerCall, run_layer
+from jinfer.nn.lora_rows import AdapterSlots, building_with
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
-from jinfer.nn.transformer_layer import HiddenState, Layer, shared_modules
+from jinfer.nn.transformer_layer import HiddenState, Layer, LayerCall, run_layer, shared_modules
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuses_for_cpu

@@ -9,7 +9,7 @@ from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.ops.matmul.half_precision import reads_16_bit_weights
+from jinfer.ops.matmul.dense import reads_16_bit_weights
 from jinfer.quant.quantized_tensor import Activations
 
 

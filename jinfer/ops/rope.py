@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import has_cpu_calls
-from jinfer.ops.row_sums import rounded
+from jinfer.ops.reductions import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.step_table import row_ids
-from jinfer.ops.attention.block_rows import (
+from jinfer.ops.attention.kv_blocks import (
     BlockRows,
     abstract_rows,
     gather_rows,

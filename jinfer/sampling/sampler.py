@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
-from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
+from jinfer.ops.reductions import argmax
 from jinfer.sampling import penalties
 from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise

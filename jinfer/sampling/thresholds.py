@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.ops import topk_threshold
+from jinfer.ops import reductions
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
@@ -27,8 +27,8 @@ def top_values(
     """Which numbers are among the `count` greatest; all that equal the last of them are."""
     order = ordered_bits(x)
     count = jnp.clip(count, 1, x.shape[-1])
-    if topk_threshold.available():
-        least = topk_threshold.mass_threshold(order, jnp.ones_like(x), count.astype(x.dtype))
+    if reductions.has_mass_threshold():
+        least = reductions.mass_threshold(order, jnp.ones_like(x), count.astype(x.dtype))
     else:
         least = bisect_max(
             lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count,
@@ -49,8 +49,8 @@ def top_mass(
     order = ordered_bits(x)
     # Without a bound a tiny mass would keep not even the first.
     mass = jnp.maximum(mass, _LEAST_MASS)
-    if topk_threshold.available():
-        return order >= topk_threshold.mass_threshold(order, weights, mass)[:, None]
+    if reductions.has_mass_threshold():
+        return order >= reductions.mass_threshold(order, weights, mass)[:, None]
 
     def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
         return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass

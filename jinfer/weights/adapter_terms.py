@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
-from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
+from jinfer.nn.lora_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.expert_terms import find_stack
 from jinfer.weights.lora_adapter import DAMAGED, LoraAdapter, LoraModule
@@ -34,7 +34,7 @@ class AdapterTerm:
 
     Attributes:
         magnitude: DoRA's lengths of rows; None: an ordinary LoRA.
-        norms: the terms of `jinfer.ops.matmul.dora`, once the weight is known.
+        norms: the terms of `jinfer.ops.matmul.lora`, once the weight is known.
     """
 
     a: Float[np.ndarray, "*experts rank inputs"]

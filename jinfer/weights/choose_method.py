@@ -13,7 +13,7 @@ from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
-from jinfer.ops.thread_limit import cores
+from jinfer.ops.cpu_library import cores
 from jinfer.weights.load_time import PER_PRODUCT, PER_WEIGHT
 from jinfer.weights.shared_arrays import same_arrays
 from jinfer.weights.storage_plan import Storage

@@ -27,7 +27,7 @@ from jinfer.modelspec.quantization_table import (
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
-from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_weights
+from jinfer.ops.matmul.dense import f16_as_int_is_faster, reads_16_bit_weights
 from jinfer.quant import (
     OutlierTensor,
     QuantFormat,

@@ -9,8 +9,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.modelspec.blocks import MoESpec
-from jinfer.nn.router import Router
-from jinfer.ops.moe_routing import route
+from jinfer.nn.feed_forward import Router
+from jinfer.ops.moe import route
 from tests.arrays import on_device
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, sigmoid, softmax

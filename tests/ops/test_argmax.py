@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import target_platform
+from jinfer.ops.reductions import argmax
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 

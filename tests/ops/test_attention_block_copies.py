@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.ops.attention.block_copies import copy_blocks, copy_blocks_reference
+from jinfer.ops.attention.kv_blocks import copy_blocks, copy_blocks_reference
 from tests.arrays import on_device
 
 RNG = np.random.default_rng(3)

@@ -14,7 +14,7 @@ from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
-from jinfer.ops.attention.write_kv import write_kv
+from jinfer.ops.attention.paged_attention import write_kv
 from jinfer.ops.backend import target_platform
 from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears

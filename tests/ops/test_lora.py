@@ -8,8 +8,7 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.ops.matmul import lora
-from jinfer.ops.matmul.dora import NORM_TERMS, rescale
-from jinfer.ops.matmul.lora import Stacks, add_lora, row_adapters
+from jinfer.ops.matmul.lora import NORM_TERMS, Stacks, add_lora, rescale, row_adapters
 
 RNG = np.random.default_rng(4)
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 8, 48, 40

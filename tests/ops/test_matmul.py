@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.matmul import gated_linear, linear, linear_of_stack, linears, take_rows
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import linear as numpy_linear
@@ -20,8 +20,8 @@ NARROW = [jnp.bfloat16, jnp.float16]
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the custom call, where there is one, and without."""
     if request.param == "xla":
-        monkeypatch.setattr(half_precision, "reads_16_bit_weights", lambda: False)
-    elif not half_precision.reads_16_bit_weights():
+        monkeypatch.setattr(dense, "reads_16_bit_weights", lambda: False)
+    elif not dense.reads_16_bit_weights():
         pytest.skip("no custom calls")
 
 
@@ -95,7 +95,7 @@ def test_one_of_a_stack(narrow: DTypeLike) -> None:
         assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not half_precision.reads_16_bit_weights(), reason="no custom calls")
+@pytest.mark.skipif(not dense.reads_16_bit_weights(), reason="no custom calls")
 @pytest.mark.parametrize("narrow", [jnp.float32, *NARROW])
 def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
     x, gate, up = random(1, 2, 3, 40), random(2, 20, 40, dtype=narrow), random(3, 20, 40)

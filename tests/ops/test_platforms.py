@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.ops import platforms
+from jinfer.ops import backend
 from jinfer.ops.disable_kernels import SwitchError
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +48,8 @@ def test_what_is_said(
     monkeypatch.setattr("jax.local_devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", asked)
     with pytest.raises(SwitchError) as caught:
-        platforms.start()
+        backend.start()
     assert str(caught.value).startswith(f"JAX_PLATFORMS={asked}: {words}")
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(kind, match="Unable"):
-        platforms.start()
+        backend.start()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.nn.adapted_rows import AdapterSlots
+from jinfer.nn.lora_rows import AdapterSlots
 from jinfer.opening.open_model import open_model
 from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
 from jinfer.weights.lora_adapter import open_adapter

@@ -14,7 +14,7 @@ from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.ops.matmul.half_precision import reads_16_bit_weights
+from jinfer.ops.matmul.dense import reads_16_bit_weights
 from jinfer.weights import (
     cache_folder,
     calibration_texts,

@@ -15,7 +15,7 @@ from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.cpu.build_library import isa, lowered_isa
 from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
-from jinfer.ops.matmul import half_precision as storing
+from jinfer.ops.matmul import dense as storing
 from jinfer.quant import QuantizedTensor
 from jinfer.weights.read_weights import read
 from jinfer.weights.storage_plan import stored_types, with_types

@@ -37,7 +37,7 @@ from jinfer.ops.fusion.jaxpr_walk import (
     value,
 )
 from jinfer.ops.fusion.weight_pointers import WeightPointers
-from jinfer.ops.row_sums import rounded
+from jinfer.ops.reductions import rounded
 from jinfer.quant.calibration_stats import is_recording
 
 # Primitives of which XLA's loops contract something, and the activations that they are without XLA.

@@ -13,23 +13,17 @@ the cache. All other users get deferred results from XLA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Literal
+from jax.extend import core
 
 from jinfer.ops.backend import interpreted
-from jinfer.ops.fusion.fuse_gpu_rules import (
-    MOVES,
-    REDUCE,
-    RowMatrix,
-    is_deferrable,
-    preserves_values,
-)
 from jinfer.ops.fusion.jaxpr_walk import (
     JaxprOperation,
     JaxprValue,
@@ -42,6 +36,89 @@ from jinfer.ops.fusion.jaxpr_walk import (
 if TYPE_CHECKING:
     from kernels_pallas.attention.write_kv import HeadVectors
     from kernels_pallas.matmul.prologue import Compute, PreparedRows, Reductions
+
+# Element-wise primitives that kernels support.
+_ELEMENTWISE = {
+    "abs", "add", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow",
+    "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "rsqrt", "select_n", "sqrt",
+    "square", "sub", "tanh",
+}  # fmt: skip
+# Primitives that only change the shape.
+MOVES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
+# Row reductions and their names in kernels.
+REDUCE = {"reduce_sum": "sum", "reduce_max": "max"}
+
+type Kind = Literal["full", "row", "vector", "one"]
+
+
+def is_deferrable(operation: JaxprOperation) -> bool:
+    """Whether it is cheap to compute later, or twice."""
+    return operation.name in _ELEMENTWISE | MOVES | REDUCE.keys() | {"rotate"}
+
+
+def preserves_values(operation: JaxprOperation) -> bool:
+    """Whether its result is its operand reshaped or widened."""
+    if operation.name == "convert_element_type":
+        before, after = operation.operands[0].aval.dtype, operation.results[0].aval.dtype
+        is_wider = after == jnp.float32 and jnp.issubdtype(before, jnp.floating)
+        return bool(before == after or is_wider)
+    return operation.name in MOVES - {"broadcast_in_dim"} and len(operation.operands) == 1
+
+
+class RowMatrix(NamedTuple):
+    """Shape of a matrix [number, width]; the two differ."""
+
+    number: int
+    width: int
+
+    def kind(self, aval: Any) -> Kind | None:
+        """How an array relates to the rows (`kernels_pallas.matmul.prologue.PrologueOperand`)."""
+        size, wide = math.prod(aval.shape), aval.shape[-1:] == (self.width,)
+        if size == self.number * self.width:
+            return "full" if wide else None
+        if size == 1:
+            return "one"
+        if size == self.width and wide:
+            return "vector"
+        return "row" if size == self.number else None
+
+    def takes(self, operation: JaxprOperation) -> bool:
+        """Whether an operation is row-wise on operands of these kinds."""
+        if operation.name == "rotate":
+            return False
+        (result,) = operation.results
+        arrays = [result, *operation.operands]
+        kinds = [self.kind(array.aval) for array in arrays]
+        if None in kinds or not all(_is_number(array.aval) for array in arrays):
+            return False
+        before, after = arrays[1].aval, result.aval
+        match operation.name:
+            case "reduce_sum" | "reduce_max":
+                return kinds[1] == "full" and operation.eqn.params["axes"] == (before.ndim - 1,)
+            case "broadcast_in_dim":
+                if len(operation.operands) > 1:
+                    return False
+                dims = operation.eqn.params["broadcast_dimensions"]
+                return self._spreads(kinds[1], before.shape, after.shape, dims)
+            case "reshape":
+                return kinds[0] == kinds[1] and operation.eqn.params["dimensions"] is None
+            case "expand_dims" | "squeeze":
+                return kinds[0] == kinds[1]
+        return True
+
+    def _spreads(
+        self, kind: Kind | None, before: tuple[int, ...], after: tuple[int, ...], dims: Any
+    ) -> bool:
+        """Whether a broadcast keeps row numbers along rows and vectors along columns, in order."""
+        last = {dim for size, dim in zip(before, dims, strict=True) if size > 1} & {len(after) - 1}
+        if kind == "row":
+            return not last and math.prod(after[:-1]) == self.number
+        return kind == "one" or bool(last)
+
+
+def _is_number(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.bool_)
+
 
 _MAX_OPERANDS = 24  # max operands of a kernel
 # Superblocks of a long row, which is split among several programs.
@@ -99,7 +176,7 @@ class _Evaluator:
 
     def _value(self, operand: Operand) -> Any:
         """An array; computed by XLA if it is still deferred."""
-        if isinstance(operand, Literal):
+        if isinstance(operand, core.Literal):
             return operand.val
         if operand not in self._known:
             if operand in self._parts:

@@ -11,16 +11,35 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.cpu import build_library
 from jinfer.cpu import dense_matmul as cpu
 from jinfer.matmul_precision import matmul_precision
 from jinfer.ops import gpu_backend
-from jinfer.ops.backend import backend, interpreted
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.backend import backend, has_cpu_calls, interpreted
 from jinfer.ops.matmul.quantized import apply_activation, index_stack
 from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+
+def reads_16_bit_weights() -> bool:
+    """Whether 16-bit weights are multiplied with float32 as stored.
+
+    Custom calls do. XLA converts whole matrices first, all layers at once, so without custom calls
+    weights are widened when they are loaded, which costs no more memory.
+    """
+    return has_cpu_calls()
+
+
+def f16_as_int_is_faster() -> bool:
+    """Whether F16 weights are multiplied faster as integers (`jinfer.quant.f16_as_int`) here.
+
+    With AVX2 alone, integer dot products have higher throughput than float32 FMA. Wider vectors
+    keep F16.
+    """
+    return build_library.isa() == "avx2"
+
 
 _ALLOW_ROUNDING: ContextVar[bool] = ContextVar("rounded", default=False)
 
@@ -48,7 +67,7 @@ def supports_grouped_dense(
 ) -> bool:
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
-        return half_precision.reads_16_bit_weights()
+        return reads_16_bit_weights()
     if isinstance(weight, ScaledTensor) or not gpu_backend.has_triton_kernels("experts"):
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
@@ -79,7 +98,7 @@ def dense_matmul(
         transposed: with offsets: the stacks are [experts, inputs, outputs] instead.
     """
     assert offsets is not None or not transposed, "only stacks"
-    if half_precision.reads_16_bit_weights():
+    if reads_16_bit_weights():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
         which["transposed"] = transposed
@@ -122,7 +141,7 @@ def matmul_per_head(
         part: the rows of each matrix to use.
         transposed: these rows are inputs: x @ weight instead of x @ weight.T.
     """
-    if not half_precision.reads_16_bit_weights():
+    if not reads_16_bit_weights():
         return jnp.einsum(
             "rhi,hio->rho" if transposed else "rhi,hoi->rho",
             x,

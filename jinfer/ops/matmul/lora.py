@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jinfer.cpu import lora_call as cpu
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.dense import dense_matmul, supports_grouped_dense
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def add_lora(
     """
     flat = x.reshape(-1, x.shape[-1])
     assert flat.shape[0] == at.slots.shape[0], "each row is a token"
-    if half_precision.reads_16_bit_weights():
+    if dense.reads_16_bit_weights():
         rows = [y.reshape(-1, y.shape[-1]) for y in ys]
         parts = tuple(zip(*stacks, strict=True))
         wide = flat.astype(jnp.float32)
@@ -144,3 +144,30 @@ def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
         inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
         terms += dense_matmul(inner, [b.reshape(slots * rank, -1).T])
     return terms
+
+
+NORM_TERMS = 4  # m, |W|^2, 2 <W, B A>, |B A|^2
+
+
+def rescale(
+    y: Float[Array, "*rows outputs"],
+    bias: Float[Array, " outputs"] | None,
+    norms: Float[Array, "slots terms outputs"],
+    at: RowAdapters,
+) -> Float[Array, "*rows outputs"]:
+    """The products of rows with DoRA, at their rows' lengths; the others keep their bits.
+
+    Args:
+        y: (W + c B A) x + bias, float32.
+        norms: `NORM_TERMS` of each slot's adapter; zeros: it has no magnitudes.
+    """
+    own = norms[jnp.maximum(at.slots - 1, 0)]
+    length, square, twice, term = (own[:, i] for i in range(NORM_TERMS))
+    scale = at.scales[:, None]
+    square = square + scale * (twice + scale * term)
+    there = (at.slots > 0)[:, None] & (square > 0)
+    factor = length / jnp.sqrt(jnp.where(there, square, 1.0))
+    plain = y.reshape(-1, y.shape[-1])
+    shift = 0.0 if bias is None else bias.astype(jnp.float32)[None]
+    scaled = (plain - shift) * factor + shift
+    return jnp.where(there, scaled, plain).reshape(y.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.ops.matmul import dense, half_precision
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.quantized import (
     FUSED_ACTIVATIONS,
     index_stack,
@@ -117,7 +117,7 @@ def fuses_activation(gate: Weight, up: Weight, activation: str) -> bool:
     if activation not in FUSED_ACTIVATIONS:
         return False
     if isinstance(gate, Array | ScaledTensor) and isinstance(up, Array | ScaledTensor):
-        return half_precision.reads_16_bit_weights()
+        return dense.reads_16_bit_weights()
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return False
     return gate.words.shape == up.words.shape and gate.format == up.format

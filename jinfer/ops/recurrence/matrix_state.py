@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.activation import activate
 from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
@@ -156,3 +157,106 @@ def _pairs(a: Array, b: Array, of_a: Array, of_b: Array, seen: Array) -> Array:
 def _solve(lower: Array, right: Array) -> Array:
     """x of (1 + lower) x = right, with a strictly lower triangular matrix for each head."""
     return lax.linalg.triangular_solve(lower, right, left_side=True, lower=True, unit_diagonal=True)
+
+
+def gated_delta(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    log_decay: Float[Array, "tokens heads *key_dim"],
+    beta: Float[Array, "tokens heads"],
+    table: Float[Array, "slots heads key_dim value_dim"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:
+    """S = exp(log_decay) S; S = S + k beta (v - k S); the output is q S. All float32.
+
+    Args:
+        q, k: normalized and scaled; key heads serve heads / key_heads consecutive heads.
+        log_decay: at most 0; one a head (gated delta net) or one a row of S (KDA).
+        beta: what share of the value under k is replaced.
+        table: may be donated.
+    """
+    return matrix_scan(MatrixInputs(q, k, v, log_decay, Delta(beta)), table, runs)
+
+
+def linear_attention(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    slopes: Float[Array, " heads"],
+    table: Float[Array, "slots heads key_dim value_dim"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:
+    """S = exp(-slope) S + k v; the output is q S. All float32.
+
+    Args:
+        slopes: at least 0; see `lightning_slopes`.
+        table: may be donated.
+    """
+    log_decay = jnp.broadcast_to(-slopes[None], v.shape[:2])
+    return matrix_scan(MatrixInputs(q, k, v, log_decay), table, runs)
+
+
+def lightning_slopes(heads: int, layer: int, layers: int) -> list[float]:
+    """The slope of each head in a layer (MiniMax-Text-01): later layers decay more slowly."""
+    return [
+        2.0 ** (-8.0 * (head + 1) / heads) * (1.0 - layer / (layers - 1 + 1e-5) + 1e-5)
+        for head in range(heads)
+    ]
+
+
+def ssd(
+    x: Float[Array, "tokens heads width"],
+    dt: Float[Array, "tokens heads"],
+    a: Float[Array, " heads"],
+    b: Float[Array, "tokens groups states"],
+    c: Float[Array, "tokens groups states"],
+    d: Float[Array, " heads"] | None,
+    table: Float[Array, "slots heads states width"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens heads width"], Float[Array, "slots heads states width"]]:
+    """S = exp(dt a) S + b (dt x); the output is c S + d x. All float32.
+
+    Args:
+        dt: step sizes, after softplus and limits.
+        a: -exp(A_log).
+        b, c: shared by heads / groups consecutive heads.
+        table: may be donated.
+    """
+    inputs = MatrixInputs(c, b, dt[..., None] * x, dt * a[None])
+    y, table = matrix_scan(inputs, table, runs)
+    return (y if d is None else y + d[None, :, None] * x), table
+
+
+def step_size(
+    dt: Float[Array, "tokens heads"],
+    bias: Float[Array, " heads"],
+    limits: tuple[float, float] = (0.0, float("inf")),
+) -> Float[Array, "tokens heads"]:
+    """softplus(dt + bias) within limits, in float32."""
+    wide = dt.astype(jnp.float32) + bias.astype(jnp.float32)[None]
+    return jnp.clip(activate("softplus", wide), *limits)
+
+
+def rwkv7(
+    r: Float[Array, "tokens heads key_dim"],
+    log_decay: Float[Array, "tokens heads key_dim"],
+    k: Float[Array, "tokens heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    removal: Float[Array, "tokens heads key_dim"],
+    rate: Float[Array, "tokens heads key_dim"],
+    table: Float[Array, "slots heads key_dim value_dim"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:
+    """S = exp(log_decay) S - (removal rate) (removal S) + k v; the output is r S. All float32.
+
+    The state is the paper's transposed, [key_dim, value_dim].
+
+    Args:
+        log_decay: log w, at most 0.
+        removal: the normalized removal key kappa, which sees S before the token.
+        rate: in-context learning rates, the paper's a.
+        table: may be donated.
+    """
+    erase = LowRank(removal, -removal * rate)
+    return matrix_scan(MatrixInputs(r, k, v, log_decay, erase), table, runs)

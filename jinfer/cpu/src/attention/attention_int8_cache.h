@@ -5,7 +5,7 @@
 // and the largest magnitude of its values. It is written once the split's keys are all there, and
 // any write to the block clears the digest. So what is there follows from the block's numbers and
 // the ranges. Sequences that share a block may differ in the blocks after it: a split's int8 keys
-// are used if all its blocks have the same ranges. jinfer/ops/attention/int8_keys.py has the same
+// are used if all its blocks have the same ranges. jinfer/ops/attention/kv_cache.py has the same
 // layout.
 #pragma once
 

@@ -1,16 +1,53 @@
-"""Thread limit of CPU computation."""
+"""CPU kernel library: its custom calls, interrupt flags of compiled loops, the thread limit."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
-from jinfer.cpu import call_threads
+from jinfer.cpu import build_library, call_threads
+from jinfer.cpu import interrupt_call as cpu
 from jinfer.cpu.cores import usable_cores
+from jinfer.cpu.interrupt_call import Flag as Flag
+from jinfer.ops.backend import has_cpu_calls
 from jinfer.runtime.thread_priority import at_usual_priority
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
+
+def library_key() -> str:
+    """A key that changes with the custom calls' code, or "" if there are none."""
+    return build_library.key() if build_library.available() else ""
+
+
+def known_calls() -> frozenset[str]:
+    """Names of the registered custom calls."""
+    return frozenset(build_library.registered)
+
+
+def register_calls(names: Iterable[str]) -> bool:
+    """Registers custom calls with XLA; returns whether all exist on this machine."""
+    return all(build_library.register(name) for name in names)
+
+
+def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
+    """Whether the host has raised a flag; False where a program cannot read it.
+
+    Args:
+        flag: its number; see `jinfer.cpu.interrupt_call.Flag`.
+        step: the loop iteration about to begin.
+    """
+    if has_cpu_calls():
+        return cpu.interrupted(flag, step)
+    return jnp.bool_(False)
+
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")

@@ -1,4 +1,4 @@
-"""Block rows: KV cache blocks as rows of a buffer for each number type (prefix cache offload).
+"""KV cache blocks: copy-on-write, and blocks as rows of a buffer (prefix cache offload).
 
 A block of a group is spread over the pools of all its attentions. A row has all of it in one piece
 of memory, so that a transfer between device and host is one copy, however many layers there are.
@@ -6,18 +6,58 @@ of memory, so that a transfer between device and host is one copy, however many 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from jinfer.cpu.build_library import custom_call
 from jinfer.ops.attention.kv_cache import ENCODER, Cache, CacheShapes
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Int
+
+
+def copy_blocks(
+    arrays: Sequence[Array],
+    sources: Int[Array, " copies"],
+    targets: Int[Array, " copies"],
+    count: Int[Array, ""],
+) -> Sequence[Array]:
+    """The arrays with some blocks copied.
+
+    Args:
+        sources, targets: block ids, copied in order, so that a copy can itself be copied.
+        count: number of valid entries.
+    """
+    if not arrays or not has_cpu_calls():
+        return copy_blocks_reference(arrays, sources, targets, count)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    in_place = {3 + i: i for i in range(len(shapes))}
+    return custom_call("jinfer_copy_blocks", shapes, in_place)(sources, targets, count, *arrays)
+
+
+def copy_blocks_reference(
+    arrays: Sequence[Array],
+    sources: Int[Array, " copies"],
+    targets: Int[Array, " copies"],
+    count: Int[Array, ""],
+) -> Sequence[Array]:
+    """`copy_blocks` in XLA operations."""
+
+    def copied(i: Array, array: Array) -> Array:
+        block = lax.dynamic_index_in_dim(array, sources[i], keepdims=False)
+        return lax.dynamic_update_index_in_dim(array, block, targets[i], 0)
+
+    def one(i: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+        return jax.tree.map(lambda array: copied(i, array), arrays)
+
+    return lax.fori_loop(0, count, one, list(arrays))
+
 
 # Group -> name of a number type -> [rows, numbers]: each row is a block of the group.
 type BlockRows = dict[str, dict[str, Any]]

@@ -62,7 +62,7 @@ def rows_adapted_by(rows: RowAdapters | None) -> Iterator[None]:
         _ROWS.reset(token)
 
 
-def adapted_rows() -> RowAdapters | None:
+def row_adapters() -> RowAdapters | None:
     """The adapters of the rows that are computed now; None: there are none."""
     return _ROWS.get()
 
