@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt

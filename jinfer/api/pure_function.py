@@ -26,7 +26,7 @@ from jinfer.nn.lora_rows import LORA_A, LORA_B, is_adapter
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:

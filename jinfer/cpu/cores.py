@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _ROOT = Path("/")
-limits: dict[int, int] = {}  # in force; see `jinfer.cpu.call_threads`
+limits: dict[int, int] = {}  # in force; see `jinfer.cpu.library_calls`
 
 
 def usable_cores(root: Path = _ROOT) -> int:

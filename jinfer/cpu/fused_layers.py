@@ -116,7 +116,7 @@ class Program:
         activation: int,
         outputs: Sequence[int],
     ) -> list[int]:
-        """As `jinfer.cpu.quantized_matmul.quantized_linear`.
+        """As `jinfer.cpu.matmul_call.quantized_linear`.
 
         Args:
             buffers, fields, codebook, digits, activation: arguments of its call.
@@ -138,7 +138,7 @@ class Program:
         rounded: bool,
         outputs: Sequence[int],
     ) -> list[int]:
-        """As `jinfer.cpu.dense_matmul.dense_linear`.
+        """As `jinfer.cpu.matmul_call.dense_linear`.
 
         Args:
             weights, activation, transposed, first, taken, rounded: arguments of its call, with

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.cpu.build_library import custom_call
-from jinfer.cpu.quantized_matmul import ACTIVATIONS
+from jinfer.cpu.matmul_call import ACTIVATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -79,7 +79,7 @@ def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows 
     """An activation function of each number, in float32.
 
     Args:
-        function: one of `jinfer.cpu.quantized_matmul.ACTIVATIONS`.
+        function: one of `jinfer.cpu.matmul_call.ACTIVATIONS`.
     """
     call = custom_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, activation=np.int64(ACTIVATIONS.index(function)))

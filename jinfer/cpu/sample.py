@@ -5,17 +5,41 @@ A row's token depends on its logits, parameters, progress and history alone, to 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu.build_library import custom_call
+from jinfer.cpu.build_library import custom_call, loaded
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+
+class Layout(NamedTuple):
+    """What the custom call knows, in its order.
+
+    Attributes:
+        numbers, counts: the columns of a request's parameters.
+        stages: of the sampler; a stage's number is its index here.
+    """
+
+    numbers: tuple[str, ...]
+    counts: tuple[str, ...]
+    stages: tuple[str, ...]
+
+
+@functools.cache
+def layout() -> Layout:
+    """The layout of the library."""
+    library = loaded()
+    library.jinfer_sampler_layout.restype = ctypes.c_char_p
+    names = library.jinfer_sampler_layout().decode().splitlines()
+    return Layout(*(tuple(line.split()) for line in names))
 
 
 def sample(

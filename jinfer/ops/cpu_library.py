@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cpu import build_library, call_threads
-from jinfer.cpu import interrupt_call as cpu
+from jinfer.cpu import build_library, library_calls
+from jinfer.cpu import library_calls as cpu
 from jinfer.cpu.cores import usable_cores
-from jinfer.cpu.interrupt_call import Flag as Flag
+from jinfer.cpu.library_calls import Flag as Flag
 from jinfer.ops.backend import has_cpu_calls
 from jinfer.runtime.thread_priority import at_usual_priority
 
@@ -41,7 +41,7 @@ def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
     """Whether the host has raised a flag; False where a program cannot read it.
 
     Args:
-        flag: its number; see `jinfer.cpu.interrupt_call.Flag`.
+        flag: its number; see `jinfer.cpu.library_calls.Flag`.
         step: the loop iteration about to begin.
     """
     if has_cpu_calls():
@@ -61,7 +61,7 @@ def limit_threads(count: int) -> Callable[[], None]:
     """
     from jax._src.xla_bridge import backends_are_initialized  # there is no public function
 
-    lift = call_threads.limit_threads(count)
+    lift = library_calls.limit_threads(count)
     if not backends_are_initialized():
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(count)

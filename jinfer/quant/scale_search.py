@@ -19,8 +19,13 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.levels import codes_of, largest_level, nearest_levels
-from jinfer.quant.round_to_nearest import split_into_blocks, to_fp16
+from jinfer.quant.round_to_nearest import (
+    codes_of,
+    largest_level,
+    nearest_levels,
+    split_into_blocks,
+    to_fp16,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float

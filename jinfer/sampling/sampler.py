@@ -19,7 +19,6 @@ from jinfer.ops import sampler_calls
 from jinfer.ops.backend import backend
 from jinfer.ops.reductions import argmax
 from jinfer.sampling import penalties
-from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise
 from jinfer.sampling.sampling_metadata import (
     COUNTS,
@@ -31,6 +30,7 @@ from jinfer.sampling.sampling_metadata import (
 )
 from jinfer.sampling.stages import NOT_FINITE, STAGES, TABLE
 from jinfer.sampling.token_history import History
+from jinfer.sampling.truncation import adapted_mu
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt

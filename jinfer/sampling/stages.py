@@ -61,9 +61,9 @@ def _always(p: Any) -> bool:
 TABLE = (
     Stage("rules", "penalties.rules", _has_rules, fixed=True),
     Stage("penalties", "penalties.penalties", _penalizes, "penalty"),
-    Stage("dry", "dry.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
-    Stage("temperature", "temperature.temperature", _always, "temp temp_ext dynatemp"),
-    Stage("dynatemp", "temperature.dynatemp", _always, fixed=True),
+    Stage("dry", "penalties.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
+    Stage("temperature", "truncation.temperature", _always, "temp temp_ext dynatemp"),
+    Stage("dynatemp", "truncation.dynatemp", _always, fixed=True),
     _filter("top_n_sigma", "top_n_sigma", lambda p: p.top_n_sigma > 0),
     _filter("top_k", "top_k_top_p", lambda p: p.top_k > 0),
     _filter("tfs_z", "tfs_z", lambda p: p.tfs_z < 1, "tfs"),
@@ -72,7 +72,7 @@ TABLE = (
     _filter("min_p", "min_p_top_a", lambda p: p.min_p > 0),
     _filter("top_a", "min_p_top_a", lambda p: p.top_a > 0),
     _filter("xtc", "xtc", lambda p: p.xtc_probability > 0),
-    Stage("mirostat", "mirostat.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
+    Stage("mirostat", "truncation.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
     Stage("fsd", "fsd.fsd", _always, fixed=True),
 )
 

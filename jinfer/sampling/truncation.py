@@ -6,20 +6,169 @@ tail-free sampling sorts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.ops import reductions
 from jinfer.sampling.rng import uniform
-from jinfer.sampling.sampling_metadata import StageContext
+from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
 from jinfer.sampling.stages import STAGES
-from jinfer.sampling.temperature import entropy
-from jinfer.sampling.thresholds import bisect_max, top_mass
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int, UInt
+
+_COLDEST = 1e-37  # below it float32 has only a few numbers left
+
+
+def temperature(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+    """Divides logits, less the greatest, by the temperature."""
+    return _divided(x, context.metadata.column("scale"))
+
+
+def dynatemp(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+    """Dynamic temperature (llama.cpp's `temp_ext`).
+
+    From scale - range, for a distribution of no entropy, to scale + range, for one that is flat
+    over the tokens there are; between them it follows the entropy's share of the greatest, to the
+    power of the exponent.
+    """
+    scale, spread = context.metadata.column("scale"), context.metadata.column("dynatemp_range")
+    count = jnp.sum(x > -jnp.inf, axis=-1, dtype=jnp.float32)
+    share = entropy(jax.nn.log_softmax(x, axis=-1)) / jnp.log(count)
+    coldest = jnp.maximum(scale - spread, 0.0)
+    power = jnp.clip(share, 0.0, 1.0) ** context.metadata.column("dynatemp_exponent")
+    dynamic = coldest + (scale + spread - coldest) * power
+    # For a single token the share is 0 / 0, and the temperature makes no difference.
+    return _divided(x, jnp.where(jnp.isfinite(dynamic), dynamic, scale))
+
+
+def _divided(x: Float[Array, "rows vocab"], scale: Float[Array, " rows"]) -> Array:
+    # Below the likeliest, so that a tiny temperature leads to -inf and never to inf.
+    below = x - jnp.max(x, axis=-1, keepdims=True)
+    return below / jnp.maximum(scale, _COLDEST)[:, None]
+
+
+def entropy(logprobs: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """Entropy in nats; tokens without probability add nothing."""
+    parts = jnp.exp(logprobs) * logprobs
+    return -jnp.sum(jnp.where(logprobs > -jnp.inf, parts, 0.0), axis=-1)
+
+
+_LEAST_MASS = 1e-30
+
+
+def top_values(
+    x: Float[Array, "rows vocab"], count: Int[Array, " rows"]
+) -> Bool[Array, "rows vocab"]:
+    """Which numbers are among the `count` greatest; all that equal the last of them are."""
+    order = ordered_bits(x)
+    count = jnp.clip(count, 1, x.shape[-1])
+    if reductions.has_mass_threshold():
+        least = reductions.mass_threshold(order, jnp.ones_like(x), count.astype(x.dtype))
+    else:
+        least = bisect_max(
+            lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count,
+            count.shape,
+        )
+    return order >= least[:, None]
+
+
+def top_mass(
+    x: Float[Array, "rows vocab"],
+    weights: Float[Array, "rows vocab"],
+    mass: Float[Array, " rows"],
+) -> Bool[Array, "rows vocab"]:
+    """Which numbers are among the greatest that together have this mass.
+
+    All that equal the last of them are, and the greatest with a weight always is.
+    """
+    order = ordered_bits(x)
+    # Without a bound a tiny mass would keep not even the first.
+    mass = jnp.maximum(mass, _LEAST_MASS)
+    if reductions.has_mass_threshold():
+        return order >= reductions.mass_threshold(order, weights, mass)[:, None]
+
+    def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
+        return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass
+
+    return order >= bisect_max(enough, mass.shape)[:, None]
+
+
+def bisect_max(
+    holds: Callable[[UInt[Array, " rows"]], Bool[Array, " rows"]],
+    shape: tuple[int, ...],
+    bits: int = 32,
+) -> UInt[Array, " rows"]:
+    """The largest integer for which a monotonic condition holds; it holds for 0."""
+
+    def try_bit(i: Array, so_far: Array) -> Array:
+        higher = so_far | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
+        return jnp.where(holds(higher), higher, so_far)
+
+    return lax.fori_loop(0, bits, try_bit, jnp.zeros(shape, jnp.uint32))
+
+
+def ordered_bits(x: Float[Array, "rows vocab"]) -> UInt[Array, "rows vocab"]:
+    """Integers in the same order as the floats; 0 and -0 are the same."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits & sign != 0, jnp.uint32(0) - bits, bits | sign)
+
+
+_LN2 = 0.6931471805599453
+_FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to
+
+
+def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+    """Log-probabilities, -inf for tokens of too much surprise; the likeliest always stays.
+
+    Version 2 drops what has more than mu bits of surprise. Version 1 keeps the k likeliest, where
+    k is the number whose mean surprise would be mu if the distribution followed Zipf's law.
+    """
+    mu, version = context.state.mu, context.metadata.column("mirostat")
+    logprobs = jax.nn.log_softmax(x, axis=-1)
+    likeliest = logprobs >= jnp.max(logprobs, axis=-1, keepdims=True)
+    second = likeliest | (logprobs >= -_LN2 * mu[:, None])
+    first = lax.cond(
+        jnp.any(version == 1),
+        lambda: top_values(logprobs, _zipf_k(logprobs, mu)),
+        lambda: second,
+    )
+    kept = jnp.where((version == 1)[:, None], first, second)
+    return jnp.where(kept, logprobs, -jnp.inf)
+
+
+def adapted_mu(
+    metadata: SamplingMetadata, mu: Array, logprob: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """Mu after a token of this log-probability, before the cut, in nats."""
+    error = -logprob / _LN2 - metadata.column("mirostat_tau")
+    return jnp.where(
+        metadata.column("mirostat") > 0, mu - metadata.column("mirostat_eta") * error, mu
+    )
+
+
+def _zipf_k(logprobs: Float[Array, "rows vocab"], mu: Array) -> Int[Array, " rows"]:
+    """k = (e 2^mu / (1 - vocab^-e)) ^ (1/s), where s is fitted to the likeliest and e = s - 1."""
+    vocab = logprobs.shape[-1]
+    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
+    best, _ = lax.optimization_barrier(lax.top_k(logprobs, min(_FITTED, vocab)))
+    rank = jnp.arange(1, best.shape[-1], dtype=jnp.float32)
+    steps = jnp.log((rank + 1) / rank)
+    falls = best[:, :-1] - best[:, 1:]
+    there = best[:, 1:] > -jnp.inf
+    falls, steps = jnp.where(there, falls, 0.0), jnp.where(there, steps, 0.0)
+    s = jnp.sum(falls * steps, axis=-1) / jnp.maximum(jnp.sum(steps**2, axis=-1), 1e-30)
+    s = jnp.maximum(s, 1e-6)
+    e = jnp.where(jnp.abs(s - 1) < 1e-6, 1e-6, s - 1)
+    size = jnp.log(jnp.float32(vocab))
+    log_k = (jnp.log(e / -jnp.expm1(-e * size)) + mu * _LN2) / s
+    return jnp.exp(jnp.clip(log_k, 0.0, size)).astype(jnp.int32)
+
 
 type Logits = Float[Array, "rows vocab"]
 

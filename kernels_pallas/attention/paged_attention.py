@@ -16,12 +16,12 @@ from kernels_pallas.attention import grid as pieces
 from kernels_pallas.attention import mosaic, tiles
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
-from kernels_pallas.attention.triton import attend_pieces
-from kernels_pallas.attention.triton_operands import (
+from kernels_pallas.attention.triton import (
     KernelOperands,
     ScoreOperands,
     TokenMetadata,
     TritonConfig,
+    attend_pieces,
 )
 from kernels_pallas.matmul.round_fp16 import round_rows
 from kernels_pallas.triton_ops import DEFAULT, Backend

@@ -24,8 +24,7 @@ from kernels_pallas.matmul.prologue import (
     read_row,
     store,
 )
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

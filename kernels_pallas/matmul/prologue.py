@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.matmul.round_fp16 import row_scale
 from kernels_pallas.matmul.weight_layout import PackedMatrix
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 LONGEST = 1 << 15  # max width of a row in registers
 _SUPERBLOCK = 1024

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
-from jinfer.cpu.quantized_matmul import Mode
+from jinfer.cpu.matmul_call import Mode
 from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
 from tests.cpu import test_build_library, test_quantized_matmul, test_wide

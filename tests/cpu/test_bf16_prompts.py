@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import dense_linear
+from jinfer.cpu.matmul_call import dense_linear
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
 from tests.cpu.helpers import FUNCTIONS, isas

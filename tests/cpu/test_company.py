@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.cpu.quantized_matmul import Mode
+from jinfer.cpu.matmul_call import Mode
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.moe import ExpertProjection, ExpertWeights, mixture_of_experts

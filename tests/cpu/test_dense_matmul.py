@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import dense_linear
+from jinfer.cpu.matmul_call import dense_linear
 from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul.dense import (
     dense_matmul,

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library, rowwise
-from jinfer.cpu.dense_matmul import dense_linear
 from jinfer.cpu.fused_layers import Program
 from jinfer.cpu.isa import Isa
-from jinfer.cpu.quantized_matmul import ACTIVATIONS, QuantizedMatrix, fields_of, quantized_linear
+from jinfer.cpu.matmul_call import (
+    ACTIVATIONS,
+    QuantizedMatrix,
+    dense_linear,
+    fields_of,
+    quantized_linear,
+)
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.fusion.weight_pointers import table
 from tests.arrays import on_device

@@ -12,7 +12,7 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.cpu.fused_layers import Operation
-from jinfer.cpu.quantized_matmul import ACTIVATIONS, fields_of
+from jinfer.cpu.matmul_call import ACTIVATIONS, fields_of
 from jinfer.ops.fusion.weight_pointers import table
 from tests.cpu.test_fused_layers import FOUR, random
 from tests.cpu.test_quantized_matmul import coded, matrix

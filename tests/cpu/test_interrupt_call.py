@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.interrupt_call import Flag, interrupted
+from jinfer.cpu.library_calls import Flag, interrupted
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 STEPS = 7

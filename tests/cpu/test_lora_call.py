@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.lora_call import add_lora
+from jinfer.cpu.matmul_call import add_lora
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.cpu.quantized_matmul import Mode, QuantizedMatrix, quantized_linear, supports
+from jinfer.cpu.matmul_call import Mode, QuantizedMatrix, quantized_linear, supports
 from jinfer.modelspec.quant_format import QuantFormat, Width, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas

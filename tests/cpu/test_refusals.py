@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.quantized_matmul import QuantizedMatrix, quantized_linear
+from jinfer.cpu.matmul_call import QuantizedMatrix, quantized_linear
 from jinfer.modelspec.quant_format import QuantFormat
 from tests.cpu.test_quantized_matmul import coded, matrix
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import ScaledMatrix, dense_linear
+from jinfer.cpu.matmul_call import ScaledMatrix, dense_linear
 from jinfer.ops.fusion.fuse_cpu import FusedFunction
 from jinfer.ops.matmul.matmul import grouped_linears, linear, linear_of_stack, linears
 from jinfer.quant.scaled_tensor import ScaledTensor

@@ -12,7 +12,7 @@ import pytest
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from kernels_pallas.matmul import weight_layout
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.grouped import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows

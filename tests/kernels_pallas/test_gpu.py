@@ -18,9 +18,8 @@ from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
 from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.sampling.thresholds import top_mass
-from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from jinfer.sampling.truncation import top_mass
+from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import matmul, matmul_partials
 from kernels_pallas.matmul.weight_layout import PackedMatrix

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import QuantFormat
-from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul, takes
-from kernels_pallas.matmul.grouped_quantized import expert_tiles, grouped_quantized_matmul
+from kernels_pallas.matmul.grouped import (
+    expert_tiles,
+    grouped_dense_matmul,
+    grouped_quantized_matmul,
+    takes,
+)
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, assert_near, random_matrix, random_rows
 

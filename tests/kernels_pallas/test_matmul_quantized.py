@@ -16,9 +16,8 @@ from jax import Array
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant import bit_packing
 from kernels_pallas.matmul import unpack, weight_layout
-from kernels_pallas.matmul.dequantize import dequantize
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
-from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul, matmul_partials
+from kernels_pallas.matmul.quantized import KERNEL_ROWS, dequantize, matmul, matmul_partials
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 

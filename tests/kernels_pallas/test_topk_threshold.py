@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer.ops.backend import target_platform
-from jinfer.sampling.thresholds import top_mass, top_values
+from jinfer.sampling.truncation import top_mass, top_values
 from tests.arrays import on_device
 
 VOCAB = 40_000

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jinfer.quant.cholesky import cholesky
+from jinfer.quant.gptq import cholesky
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 200])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.coordinate_descent import descend
-from jinfer.quant.gptq import DAMPING, quantize_gptq
+from jinfer.quant.gptq import DAMPING, descend, quantize_gptq
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import (
     dequantize,
@@ -76,7 +75,7 @@ def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
 
 
 def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.quant.coordinate_descent.ROUNDS", 30)
+    monkeypatch.setattr("jinfer.quant.gptq.ROUNDS", 30)
     (weight, x), format = correlated(3), parse_format("q3")
     weight, H = weight[:4, :64], (x.T @ x)[:64, :64].astype(np.float64)
     start = quantize_gptq(weight, H, format)[:3]
@@ -124,8 +123,8 @@ def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight, x), format = correlated(4), parse_format("q4")
     H = (x.T @ x).astype(np.float64)
     whole = quantize(weight, format, method="feedback", hessian=H)
-    monkeypatch.setattr("jinfer.quant.row_blocks._ROWS", 32)
-    monkeypatch.setattr("jinfer.quant.row_blocks._EVEN", 8)
+    monkeypatch.setattr("jinfer.quant.gptq._ROWS", 32)
+    monkeypatch.setattr("jinfer.quant.gptq._EVEN", 8)
     parts = quantize(weight, format, method="feedback", hessian=H)
     np.testing.assert_array_equal(whole.words, parts.words)
     np.testing.assert_array_equal(whole.scales, parts.scales)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.levels import codes_of, largest_level, levels_of, nearest_levels
+from jinfer.quant.round_to_nearest import codes_of, largest_level, levels_of, nearest_levels
 
 NAMES = ["q2_nl", "q3_b64_nl", "q4_nl", "q4", "q3.5_sym", "q4_sym", "q8"]
 

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from jinfer.quant import OutlierTensor, SparseTensor, parse_format
-from jinfer.quant.outlier_weights import find_outliers, without_outliers
-from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
+from jinfer.quant.quantize_matrix import (
+    Method,
+    find_outliers,
+    quantize,
+    quantize_with_outliers,
+    without_outliers,
+)
 from jinfer.quant.quantized_tensor import abstract
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count, to_sparse
 from tests.arrays import on_device

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu.sample_layout import Layout
+from jinfer.cpu.sample import Layout
 from jinfer.ops import sampler_calls
 from jinfer.sampling.sampler import _operands
 from jinfer.sampling.sampler_chain import is_plain, stage_sets

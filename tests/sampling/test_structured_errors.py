@@ -15,8 +15,8 @@ from jinfer.sampling.structured import (
     compile_constraint,
     constraint,
 )
+from jinfer.sampling.structured.constraint import UnfinishedError
 from jinfer.sampling.structured.matcher import MAX_FORCED
-from jinfer.sampling.structured.sandboxed_compile import UnfinishedError
 from tests.sampling.test_structured_masks import SMALL
 from tests.sampling.vocabularies import ListTokenizer, tokenizer
 

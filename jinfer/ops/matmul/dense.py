@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import build_library
-from jinfer.cpu import dense_matmul as cpu
+from jinfer.cpu import matmul_call as cpu
 from jinfer.matmul_precision import matmul_precision
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import backend, has_cpu_calls, interpreted
@@ -71,7 +71,7 @@ def supports_grouped_dense(
     if isinstance(weight, ScaledTensor) or not gpu_backend.has_triton_kernels("experts"):
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
-    from kernels_pallas.matmul.grouped_dense import takes
+    from kernels_pallas.matmul.grouped import takes
 
     return takes(weight, transposed=transposed)
 
@@ -109,7 +109,7 @@ def dense_matmul(
         results = cpu.dense_linear(rows, stored, rounded=allows_bfloat16_rounding(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
-        from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
+        from kernels_pallas.matmul.grouped import grouped_dense_matmul
 
         product = partial(grouped_dense_matmul, transposed=transposed, interpret=interpreted())
         plain = [weight for weight in weights if not isinstance(weight, ScaledTensor)]

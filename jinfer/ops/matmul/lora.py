@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jinfer.cpu import lora_call as cpu
+from jinfer.cpu import matmul_call as cpu
 from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.dense import dense_matmul, supports_grouped_dense
 

@@ -18,7 +18,7 @@ from jinfer.ops.matmul.quantized import (
 )
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import RecordedWeight, record
-from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import quantized_matmul as cpu
+from jinfer.cpu import matmul_call as cpu
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
 from jinfer.ops.backend import DIFFERENTIABLE, backend, has_cpu_calls, interpreted
@@ -116,7 +116,7 @@ def _gpu_matmul(
 ) -> tuple[Array, ...]:
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from jinfer.ops.matmul.quantized_gpu import packed_matmul
-    from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+    from kernels_pallas.matmul.grouped import grouped_quantized_matmul
     from kernels_pallas.matmul.weight_layout import PackedMatrix
 
     packed = [

@@ -6,24 +6,119 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock, RLock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
+from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.progress import task
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.grammar_ends import endless_rule
 from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
-from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, compile_sandboxed
 from jinfer.sampling.structured.token_trie import Vocabulary, forget_vocabulary, vocabulary
-from jinfer.sampling.structured.vocab_coverage import find_answer
 from jinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+TRIAL_SECONDS = 2  # of the processor
+TRIAL_BYTES = 2 << 30
+
+_MAX_ANSWER = 64 << 20  # bytes of messages
+_CHILD = "jinfer.sampling.structured.sandboxed_compile_child"
+
+
+class UnfinishedError(ConstraintError):
+    """A compilation that was stopped; on a less busy machine it might have finished."""
+
+
+def compile_sandboxed(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
+    """Compiles grammars in a child process with limits on time and memory.
+
+    Args:
+        grammars: what llguidance reads.
+        limits: arguments of its `LLParserLimits`.
+
+    Returns:
+        llguidance's messages; empty where it has none.
+
+    Raises:
+        UnfinishedError: the grammars need more than `TRIAL_SECONDS` or `TRIAL_BYTES`.
+    """
+    child = SandboxedProcess(_CHILD, memory=TRIAL_BYTES, answer_bytes=_MAX_ANSWER)
+    try:
+        messages: list[str] = child.ask([grammars, dict(limits)], TRIAL_SECONDS)
+    except SandboxError:
+        raise UnfinishedError(
+            f"takes more than {TRIAL_SECONDS} s or {TRIAL_BYTES >> 30} GiB to compile; use fewer or"
+            " simpler patterns and smaller counts"
+        ) from None
+    finally:
+        child.close()
+    return messages
+
+
+MAX_STEPS = 500
+_CLOSING = b'}]")>,:.0123456789'  # what tends to end something, the likeliest first
+_ALIKE = 64  # candidates that are ordered by how often they were tried
+_RANKED: WeakKeyDictionary[Vocabulary, np.ndarray] = WeakKeyDictionary()
+
+
+def find_answer(matcher: Matcher, vocabulary: Vocabulary) -> bool:
+    """Looks for one answer that the vocabulary can write.
+
+    Depth first: short closing tokens before others, tokens that were often tried last. It may miss
+    an answer that exists; where it finds none, hardly anything can be written.
+    """
+    rank = _ranked(vocabulary)
+    words = np.zeros(-(-vocabulary.size // 32), np.uint32)
+    taken: dict[int, int] = {}
+    waiting: list[list[int]] = []  # per depth: tokens still to be tried
+    for _ in range(MAX_STEPS):
+        if matcher.may_end:
+            return True
+        try:
+            matcher.mask(words)
+        except ConstraintError:
+            words[:] = 0
+            matcher = matcher.fork()
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        first = rank[bits[rank] > 0][:_ALIKE].tolist()
+        waiting.append(sorted(first, key=lambda id: taken.get(id, 0) // 4))
+        while waiting and not waiting[-1]:
+            waiting.pop()
+            if waiting:
+                matcher.rollback(1)
+        if not waiting:
+            return False
+        token = waiting[-1].pop(0)
+        taken[token] = taken.get(token, 0) + 1
+        matcher.advance(token)
+    return False
+
+
+def _ranked(vocabulary: Vocabulary) -> Int[np.ndarray, " ids"]:
+    """Ids of the tokens that are text, those to try first at the beginning."""
+    if (known := _RANKED.get(vocabulary)) is not None:
+        return known
+
+    def key(id: int) -> tuple[int, int]:
+        data = vocabulary.tokens[id]
+        place = _CLOSING.find(data)
+        return len(data), place if place >= 0 else len(_CLOSING)
+
+    ids = (i for i, data in enumerate(vocabulary.tokens) if data)
+    found = _RANKED[vocabulary] = np.array(sorted(ids, key=key))
+    return found
+
 
 MAX_CACHED = 64  # compiled constraints, those used last
 

@@ -1,22 +1,10 @@
-"""Quantized matmul as one custom call.
-
-Matrices are the arrays and the format of a `QuantizedTensor`. Activations are float32 rows,
-quantized to integers in blocks of 32; a block that is not finite makes its products NaN. An
-integer has one digit in mode "int8", -127 .. 127 with scale = largest magnitude / 127, and two in
-base 253 in mode "int16". Mode "float" has three, the last of which counts 1.2e-7 of the block's
-largest magnitude, as much as its last bit does in float32. Products with digits are integer sums,
-scaled and added up in float32.
-
-Mode "bf16" is "int8" but for many rows (`kBf16MinRows` in linear_bf16_tiles.h) on a processor with
-AMX: there activations, and weights with their scales and bases, are rounded to bfloat16. A row's
-bits then depend on how many there are.
-"""
+"""Matrix products as custom calls: quantized, dense, and the low-rank terms of LoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +13,7 @@ from jax import Array
 from jinfer.cpu.build_library import custom_call
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Float8e4m3fn, Int
 
 type Mode = Literal["int8", "int16", "float", "bf16"]
 # Of 8 bits; -1 is `kBf16Prompts` of linear.h.
@@ -142,3 +130,87 @@ def fields_of(matrix: QuantizedMatrix) -> list[int]:
         int(matrix.codebook is not None),
         matrix.outputs,
     ]
+
+
+class ScaledMatrix(NamedTuple):
+    """A matrix in FP8, E4M3, or a stack of them; each block of a row's inputs has a scale.
+
+    A block is a power of two of at least 32 inputs, or the row, as the shapes say.
+    """
+
+    numbers: Float8e4m3fn[Array, "*stack outputs inputs"]
+    scales: Float[Array, "*stack outputs blocks"]
+
+
+def dense_linear(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[Float[Array, "*stack outputs inputs"] | ScaledMatrix],
+    *,
+    activation: str = "none",
+    index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
+    transposed: bool = False,
+    part: slice | None = None,
+    rounded: bool = False,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ weight.T for each weight, in float32; x is prepared once for all of them.
+
+    Args:
+        x: float32.
+        weights: float32, bfloat16 or float16, converted to float32 without loss, or scaled, with
+            each number times its scale rounded to float32.
+        activation: other than "none": there are two weights, gate and up, of equal shape, and the
+            one result is activation(x @ gate.T) * (x @ up.T).
+        index, offsets: as in `quantized_linear`; with either, weights have three axes, else two.
+        transposed: weights are [inputs, outputs] instead: x @ weight. Not of scaled ones.
+        part: a slice of each matrix's rows to use.
+        rounded: x may be rounded to bfloat16 for bfloat16 weights; it is where the processor has
+            bfloat16 dot products or tiles (AVX-512 BF16, AMX).
+    """
+    results = weights if activation == "none" else weights[:1]
+    outputs = [(w.numbers if isinstance(w, ScaledMatrix) else w).shape[-2:] for w in results]
+    first, end, _ = (part or slice(None)).indices(outputs[0][0])
+    widths = [w[1] if transposed else end - first if part else w[0] for w in outputs]
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], width), np.float32) for width in widths]
+    select, selector = selection(index, offsets)
+    out = custom_call("jinfer_dense", shapes)(
+        x,
+        *selector,
+        *jax.tree.leaves(list(weights)),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        select=np.int64(select),
+        transposed=np.bool_(transposed),
+        first=np.int64(first),
+        taken=np.int64(end - first if part else 0),
+        rounded=np.bool_(rounded),
+    )
+    return tuple(out)
+
+
+def add_lora(
+    x: Float[Array, "rows inputs"],
+    ys: Sequence[Float[Array, "rows outputs"]],
+    slots: Int[Array, " rows"],
+    scales: Float[Array, " rows"],
+    order: Int[Array, " rows"],
+    a: Sequence[Float[Array, "slots rank inputs"]],
+    b: Sequence[Float[Array, "slots rank outputs"]],
+    factors: Sequence[Float[Array, "slots 2 rank"] | None],
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """y + scale * (x A^T) B for each y, with the A and B of a row's slot, computed in float32.
+
+    A row's bits do not depend on its company; those of a row without an adapter are y's.
+
+    Args:
+        x, ys: float32.
+        slots: int32; from 1; 0: the row has no adapter.
+        scales: float32.
+        order: int32; the rows sorted by slot, so that each slot's matrices are read once.
+        a, b: float32, bfloat16, float16 or int8; a stack for each y.
+        factors: float32; of stacks in int8: what the rows of A, and those of B, are multiplied by.
+    """
+    shapes = [jax.ShapeDtypeStruct(y.shape, np.float32) for y in ys]
+    in_place = {1 + i: i for i in range(len(ys))}
+    second = [one for pair in zip(b, factors, strict=True) for one in pair if one is not None]
+    call = custom_call("jinfer_lora", shapes, aliases=in_place)
+    return tuple(call(x, *ys, slots, scales, order, *a, *second))
