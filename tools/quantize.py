@@ -27,6 +27,7 @@ from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
+from jinfer.modelspec.quantization_table import current_method
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.adapter_files import adapter_files, merged_checkpoint
@@ -130,7 +131,7 @@ def convert(
         free = free_memory()
         hindered = gptq_names(storages) and obstacle(model, spec, storages, tokens, free)
         if hindered:
-            print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
+            print(f"{hindered}; weights are quantized without GPTQ", file=sys.stderr)
             storages = without_gptq(storages)
         measured = defaultdict[str, ErrorSums](ErrorSums)
         parameters: Iterable[tuple[str, Any]]
@@ -246,9 +247,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--method",
+        type=current_method,
         choices=get_args(Method),
-        help="as quantization.method (auto): search takes a fraction of the time of feedback, and "
-        "below 5 bits loses several times as much quality; nearest loses more still",
+        help="as quantization.method (auto): mse takes a fraction of the time of gptq, and below 5 "
+        "bits loses several times as much quality; rtn loses more still",
     )
     add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
         "Without one, the model reads what it writes itself")  # fmt: skip

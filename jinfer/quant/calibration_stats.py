@@ -8,7 +8,7 @@ still share one program. So a tool does
     leaves = [record_inputs(leaf, "products") if name in wanted else leaf for name, leaf in ...]
     run the forward pass over the text, without padding
     inputs = leaves[i].inputs()
-    quantize(weight, format, method="feedback", hessian=inputs.mean)
+    quantize(weight, format, method="gptq", hessian=inputs.mean)
 """
 
 from __future__ import annotations

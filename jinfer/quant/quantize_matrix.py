@@ -1,4 +1,4 @@
-"""Quantize: numbers to codes by rounding to nearest, scale search, or GPTQ (error feedback)."""
+"""Quantize: numbers to codes by rounding to nearest (RTN), scale search (MSE), or GPTQ."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ def _extremes(blocks: np.ndarray, k: int, format: QuantFormat) -> np.ndarray:
     return np.take_along_axis(order, places % blocks.shape[-1], axis=-1)
 
 
-# "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" (GPTQ) that
-# of the layer's output, for which it needs statistics of the layer's inputs.
-Method = Literal["nearest", "search", "feedback"]
+# "rtn" rounds to nearest; "mse" minimizes each block's squared error, weighted by `importance` if
+# given (imatrix); "gptq" minimizes the error of the layer's output, from products of its inputs.
+Method = Literal["rtn", "mse", "gptq"]
 
 
 def quantize(
     weight: Any,
     format: QuantFormat,
     *,
-    method: Method = "nearest",
+    method: Method = "rtn",
     importance: Any | None = None,
     hessian: Any | None = None,
     columns: int | None = None,
@@ -131,9 +131,9 @@ def quantize(
     Args:
         weight: [*stack, outputs, inputs].
         method: how codes, scales and bases are chosen.
-        importance: weight of each input's squared error, for "search": the mean square of the
+        importance: weight of each input's squared error, for "mse": the mean square of the
             layer's inputs (imatrix). [inputs], or one for each matrix of the stack.
-        hessian: X^T X of the layer's inputs, for "feedback" (GPTQ): [inputs, inputs], or one for
+        hessian: X^T X of the layer's inputs, for "gptq" (GPTQ): [inputs, inputs], or one for
             each matrix of the stack.
         columns: see `from_codes`.
 
@@ -161,7 +161,7 @@ def quantize_with_outliers(
     format: QuantFormat,
     share: float,
     *,
-    method: Method = "nearest",
+    method: Method = "rtn",
     importance: Any | None = None,
     hessian: Any | None = None,
     columns: int | None = None,
@@ -181,7 +181,7 @@ def quantize_with_outliers(
             importances = np.diag(products)
         matrix = values[index]
         kept = find_outliers(matrix, format, count, importances)
-        others = matrix if method == "feedback" else without_outliers(matrix, kept, format.block)
+        others = matrix if method == "gptq" else without_outliers(matrix, kept, format.block)
         part = _choose(others, format, method, importances, products, kept)
         parts.append(part)
         blocks = dequantize(part.codes, part.scale, part.base, format)
@@ -216,16 +216,16 @@ def _choose(
     exact: np.ndarray | None,
 ) -> _QuantizedMatrix:
     match method:
-        case "nearest":
+        case "rtn":
             blocks = split_into_blocks(values, format.block)
             numbers = nearest_numbers(blocks, format)
             return _QuantizedMatrix(nearest_codes(blocks, *numbers, format), *numbers)
-        case "search":
+        case "mse":
             # Imported lazily: it compiles programs, which cached weights do not need.
             from jinfer.quant.scale_search import search_scales
 
             return _QuantizedMatrix(*search_scales(values, format, importance))
-        case "feedback":
+        case "gptq":
             from jinfer.quant.gptq import DAMPING, descend, quantize_gptq
 
             assert hessian is not None
@@ -245,8 +245,8 @@ def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | Non
         )
     if method not in get_args(Method):
         raise ValueError(f"no method {method!r}; methods are {', '.join(get_args(Method))}")
-    if method == "feedback" and hessian is None:
-        raise ValueError('method "feedback" needs the products of the layer\'s inputs; calibrate')
+    if method == "gptq" and hessian is None:
+        raise ValueError('method "gptq" needs the products of the layer\'s inputs; calibrate')
     return np.asarray(weight, np.float32)
 
 

@@ -75,7 +75,7 @@ def mean_square_error(values: np.ndarray, format: QuantFormat) -> float:
     step = max(1, rows.size // _SAMPLE)
     blocks = split_into_blocks(rows[::step], format.block).reshape(-1, format.block)
     blocks = np.resize(blocks, (_SAMPLE // format.block, format.block))  # one program for all
-    rounded = quantize(blocks, format, method="search").dequantize()
+    rounded = quantize(blocks, format, method="mse").dequantize()
     return float(np.square(np.asarray(rounded) - blocks, dtype=np.float64).mean())
 
 
@@ -93,7 +93,7 @@ def _costs(
         return jnp.asarray(stored, jnp.float32)
 
     wanted = {
-        name: each.method == "feedback"
+        name: each.method == "gptq"
         for name, each in plan.storages.items()
         if plan.same[name] in firsts
     }

@@ -53,7 +53,7 @@ def quantize_in_chunks(
     Raises:
         CheckpointError: the file is broken.
     """
-    if storage.outliers or storage.method == "feedback" or not origin.is_rows(shapes):
+    if storage.outliers or storage.method == "gptq" or not origin.is_rows(shapes):
         return None
     whole = empty_tensor(shapes[origin.parameter], storage.format, storage.columns)
     result = replace(whole, activations=storage.activations)

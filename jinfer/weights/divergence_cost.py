@@ -8,7 +8,7 @@ rounding, which hardly depend on each other. So its expected divergence is
 
     1/2 * mean square of E * |G R^-T diag(R)|^2
 
-and without error feedback 1/2 * mean square of E * |G|^2. A few texts suffice, because the norm is
+and without GPTQ 1/2 * mean square of E * |G|^2. A few texts suffice, because the norm is
 a sum over all weights of a matrix.
 """
 
@@ -54,7 +54,7 @@ def divergence_costs(
     Args:
         read: is called for one layer after the other.
         texts: whose predictions diverge, each [1, tokens].
-        wanted: names of matrices, tables and heads -> whether they get error feedback.
+        wanted: names of matrices, tables and heads -> whether they get GPTQ.
         calibration: what that is computed for, other texts; none: the same, for which it does
             better than for others.
 
@@ -135,7 +135,7 @@ class _Costs:
         run: Callable[[Leaves, Vectors, Texts], Vectors],
         vectors: Sequence[Vectors],
     ) -> tuple[list[Vectors], dict[str, InputStats]]:
-        """Results for each text that feedback is computed for, and the statistics of the inputs."""
+        """Results for each text that GPTQ is computed for, and the statistics of the inputs."""
         tapped = {
             name: record_inputs(leaf, "products") if self._wanted.get(name) else leaf
             for name, leaf in leaves.items()

@@ -6,9 +6,9 @@ from jinfer.quant.quantize_matrix import Method
 from jinfer.weights.storage_plan import Storage
 
 # Seconds of a core for each byte that is read, for each weight that is quantized, and, with error
-# feedback, for each weight and token that is read: once to write it, twice to learn from it.
+# GPTQ, for each weight and token that is read: once to write it, twice to learn from it.
 PER_BYTE, PER_PRODUCT, PASSES = 1e-9, 1.6e-10, 3
-PER_WEIGHT: dict[Method, float] = {"nearest": 1e-8, "search": 6e-8, "feedback": 4e-7}
+PER_WEIGHT: dict[Method, float] = {"rtn": 1e-8, "mse": 6e-8, "gptq": 4e-7}
 
 
 def per_weight(storage: Storage | None) -> float:

@@ -43,7 +43,7 @@ def row_slice(
     if rows is None or len(whole) != 2 + origin.stacked or not origin.is_rows(shapes):
         return None
     if origin.place.parts or (
-        storage is not None and (storage.outliers or storage.method == "feedback")
+        storage is not None and (storage.outliers or storage.method == "gptq")
     ):
         return None
     sliced = tuple(file for each in origin.files if (file := _slice(each, rows)) is not None)

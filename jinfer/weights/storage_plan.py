@@ -114,12 +114,12 @@ class Storage:
         """A parameter with these values, in NumPy's arrays.
 
         Args:
-            inputs: what it is multiplied with, for `method` "feedback" or a weighted "search".
+            inputs: what it is multiplied with, for `method` "gptq" or a weighted "mse".
         """
         known: dict[str, Any] = {"method": self.method, "columns": self.columns}
         if inputs is not None:
             known["importance"] = inputs.importance
-            known["hessian"] = inputs.mean if self.method == "feedback" else None
+            known["hessian"] = inputs.mean if self.method == "gptq" else None
         if self.outliers:
             return self._activated(
                 quantize_with_outliers(values, self.format, self.outliers, **known)
@@ -257,7 +257,7 @@ def choose_storages(
         SpecError: a rule that matches nothing that could be quantized, or too few bits.
     """
     storages, used, open_names = {}, set[RuleSpec](), list[str]()
-    method: Method = "nearest" if spec.method == "nearest" else "search"
+    method: Method = "rtn" if spec.method == "rtn" else "mse"
     shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":

@@ -17,7 +17,7 @@ from jinfer.weights.plan_weights import plan_weights
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
 IDS = [1, 5, 9, 2, 40, 7, 3]
-SMALL = {"threshold": 0, "method": "search"}
+SMALL = {"threshold": 0, "method": "mse"}
 
 
 def leaves(source: Path, **quantization: Any) -> dict[str, Any]:

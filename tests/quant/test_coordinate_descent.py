@@ -1,4 +1,4 @@
-"""Coordinate descent after error feedback: the loss falls, and nothing moves that must not."""
+"""Coordinate descent after GPTQ: the loss falls, and nothing moves that must not."""
 
 from typing import Any
 
@@ -122,9 +122,9 @@ def test_constant_weights_stay(way: Any) -> None:
 def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight, x), format = correlated(4), parse_format("q4")
     H = (x.T @ x).astype(np.float64)
-    whole = quantize(weight, format, method="feedback", hessian=H)
+    whole = quantize(weight, format, method="gptq", hessian=H)
     monkeypatch.setattr("jinfer.quant.gptq._ROWS", 32)
     monkeypatch.setattr("jinfer.quant.gptq._EVEN", 8)
-    parts = quantize(weight, format, method="feedback", hessian=H)
+    parts = quantize(weight, format, method="gptq", hessian=H)
     np.testing.assert_array_equal(whole.words, parts.words)
     np.testing.assert_array_equal(whole.scales, parts.scales)

@@ -1,4 +1,4 @@
-"""Error feedback, against a plain implementation and against searching alone."""
+"""GPTQ, against a plain implementation and against searching alone."""
 
 from typing import Any
 
@@ -32,8 +32,8 @@ def output_error(x: np.ndarray, weight: np.ndarray, other: np.ndarray) -> float:
 def test_outputs_are_nearer(name: str) -> None:
     (weight, x), format = correlated(), parse_format(name)
     products = x.T @ x
-    searched = quantize(weight, format, method="search", importance=np.diag(products))
-    fed = quantize(weight, format, method="feedback", hessian=products)
+    searched = quantize(weight, format, method="mse", importance=np.diag(products))
+    fed = quantize(weight, format, method="gptq", hessian=products)
     assert fed.shape == weight.shape
     before, after = (output_error(x, weight, np.asarray(t.dequantize())) for t in (searched, fed))
     assert after < 0.6 * before
@@ -103,9 +103,9 @@ def test_stacks_have_their_own_inputs() -> None:
     pairs = [correlated(seed) for seed in range(2)]
     weights = np.stack([weight for weight, _ in pairs])
     products = np.stack([x.T @ x for _, x in pairs])
-    whole = quantize(weights, format, method="feedback", hessian=products)
+    whole = quantize(weights, format, method="gptq", hessian=products)
     for e in range(2):
-        one = quantize(weights[e], format, method="feedback", hessian=products[e])
+        one = quantize(weights[e], format, method="gptq", hessian=products[e])
         np.testing.assert_array_equal(whole[e].words, one.words)
 
 
@@ -122,5 +122,5 @@ def test_stacks_have_their_own_inputs() -> None:
 def test_products_that_are_none(products: np.ndarray | None, message: str) -> None:
     weight = np.random.default_rng(0).normal(size=(4, 64))
     with pytest.raises(ValueError, match=message) as caught:
-        quantize(weight, parse_format("q4"), method="feedback", hessian=products)
+        quantize(weight, parse_format("q4"), method="gptq", hessian=products)
     assert "\n" not in str(caught.value)

@@ -72,5 +72,5 @@ def test_only_plain_formats_are_quantized_to() -> None:
     for format in (*TWO_LEVEL, codebook):
         with pytest.raises(ValueError, match="only read from files; choose a plain format"):
             quantize(np.ones((2, 256)), format)
-    with pytest.raises(ValueError, match=r"^no method 'best'; methods are nearest, search, feed"):
+    with pytest.raises(ValueError, match=r"^no method 'best'; methods are rtn, mse, gptq"):
         quantize(np.ones((2, 256)), FORMATS["q4"], method="best")  # type: ignore[arg-type]
