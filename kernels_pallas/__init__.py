@@ -16,7 +16,7 @@ from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.triton_ops import Backend
 
-# Known: `backend` is there to change it.
+# Known; the argument `backend` selects another.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [

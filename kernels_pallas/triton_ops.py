@@ -1,4 +1,12 @@
-"""Pallas' Triton-style operations; None once JAX, which has deprecated them, drops them."""
+"""Pallas' Triton-style operations (None once JAX drops them), programmatic dependent launch (PDL).
+
+JAX has deprecated its Triton-style back end. PDL lets the next kernel begin while this kernel still
+runs: from Hopper on a kernel can be launched before its predecessor has ended (CUDA C++ Programming
+Guide). Its programs become resident and wait at their first instruction, where XLA puts
+`griddepcontrol.wait`, until the predecessor's results are visible. By default a kernel allows its
+successor to launch when its programs end; allowing it at their start hides the launch latency.
+Programs allow it after their own wait, so that a successor finds all results but this kernel's.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from jinfer.cpu import build_library
 from jinfer.cpu.build_library import loaded
-from jinfer.cpu.cores import limits, most_threads
+from jinfer.cpu.cores import limits, max_threads
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -25,7 +25,7 @@ _keys = count()
 def limit_threads(threads: int) -> Callable[[], None]:
     """Limits the threads of custom calls, in the whole process, until the result is called.
 
-    Of several limits in force the lowest counts.
+    The lowest limit in force applies.
     """
     key = next(_keys)
     limits[key] = threads
@@ -40,19 +40,19 @@ def limit_threads(threads: int) -> Callable[[], None]:
 
 def _apply() -> None:
     if (library := build_library.opened_already()) is not None:
-        library.jinfer_limit_threads(most_threads())
+        library.jinfer_limit_threads(max_threads())
 
 
-_FLAGS = 1024  # as in interrupt.cc; sharing a flag only ends a loop early more often
+_FLAGS = 1024  # as in interrupt.cc; a shared flag only ends loops early more often
 _numbers = count()
 
 
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether a flag is raised, asked before a step of a loop.
+    """Whether a flag is raised, before a step of a loop.
 
     Args:
         flag: `Flag.number`.
-        step: the loop's counter. With it the call cannot be hoisted out of the loop.
+        step: the loop's counter, which keeps the call from being hoisted out of the loop.
     """
     result = jax.ShapeDtypeStruct((), jnp.bool_)
     return build_library.custom_call("jinfer_interrupted", result)(flag, step)
@@ -78,7 +78,7 @@ AHEAD = (0, 24 << 10)  # prefetch distances in bytes; which is faster depends on
 
 
 def read_memory(array: np.ndarray, ahead: int) -> int:
-    """The bitwise OR of one word of each 64 bytes of an array; releases the GIL.
+    """Computes the bitwise OR of one word in each 64 bytes of an array; releases the GIL.
 
     Args:
         array: contiguous.

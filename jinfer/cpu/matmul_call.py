@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Float8e4m3fn, Int
 
 type Mode = Literal["int8", "int16", "float", "bf16"]
-# Of 8 bits; -1 is `kBf16Prompts` of linear.h.
+# Digits of 8 bits; -1 is `kBf16Prompts` of linear.h.
 _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3, "bf16": -1}
-# Indexed by `Activation` of activation.h; a matmul's GLU takes those up to relu.
+# Indexed by `Activation` of activation.h; a matmul's GLU supports the names up to relu.
 ACTIVATIONS = (
     "none",
     "silu",
@@ -43,8 +43,8 @@ class QuantizedMatrix:
         outputs: without padding.
         block: weights that share a scale.
         per_code: weights of a code, 2 for 11 x + y.
-        zero: the code of 0 where blocks have no base.
-        codebook: the codes' values, at most 16, where they are not evenly spaced.
+        zero: the code of 0 if blocks have no base.
+        codebook: the codes' values, at most 16, if they are not evenly spaced.
     """
 
     words: Array
@@ -60,7 +60,7 @@ class QuantizedMatrix:
 def supports(matrix: QuantizedMatrix) -> bool:
     """Whether the call has kernels for a matrix.
 
-    It has for all formats but codebooks of over 16 values, in the layout of `columns_of`.
+    It supports all formats except codebooks of over 16 values, in the layout of `columns_of`.
     """
     if matrix.words.shape[-1] != (2 if matrix.steps is None else 8):
         return False
@@ -78,14 +78,14 @@ def quantized_linear(
     index: Int[Array, ""] | None = None,
     offsets: Int[Array, " experts_1"] | None = None,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ matrix.T for each matrix, in float32; x is quantized once for all of them.
+    """Computes x @ matrix.T for each matrix, in float32; x is quantized once for all of them.
 
     Args:
         x: float32.
-        matrices: of equal inputs.
+        matrices: with equal inputs.
         activation: other than "none": there are two matrices, gate and up, of equal shape and
             layout, and the one result is activation(x @ gate.T) * (x @ up.T).
-        index: int32, which matrix of each stack.
+        index: int32, the matrix to use of each stack.
         offsets: int32 [stack + 1]: rows offsets[i] .. offsets[i + 1] - 1 are multiplied with
             matrix i of each stack, other rows of the result are undefined. Only the matrices that
             have rows are read.
@@ -112,14 +112,14 @@ def quantized_linear(
 
 
 def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
-    """How a stack's matrix is selected: `ExpertSelect` of expert_select.h, and its operand."""
+    """Returns the selection of a stack's matrix (`ExpertSelect` of expert_select.h) and operand."""
     if index is not None:
         return 1, [index.reshape(1)]
     return (0, []) if offsets is None else (2, [offsets])
 
 
 def fields_of(matrix: QuantizedMatrix) -> list[int]:
-    """A matrix's format as the calls expect it: the numbers of `Field` in linear_driver.h."""
+    """Encodes a matrix's format for the calls: the numbers of `Field` in linear_driver.h."""
     return [
         matrix.words.shape[-3],
         matrix.per_code,
@@ -135,7 +135,7 @@ def fields_of(matrix: QuantizedMatrix) -> list[int]:
 class ScaledMatrix(NamedTuple):
     """A matrix in FP8, E4M3, or a stack of them; each block of a row's inputs has a scale.
 
-    A block is a power of two of at least 32 inputs, or the row, as the shapes say.
+    A block is a power of two of at least 32 inputs, or the row; the shapes determine it.
     """
 
     numbers: Float8e4m3fn[Array, "*stack outputs inputs"]
@@ -153,7 +153,7 @@ def dense_linear(
     part: slice | None = None,
     rounded: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ weight.T for each weight, in float32; x is prepared once for all of them.
+    """Computes x @ weight.T for each weight, in float32; x is prepared once for all of them.
 
     Args:
         x: float32.
@@ -162,10 +162,10 @@ def dense_linear(
         activation: other than "none": there are two weights, gate and up, of equal shape, and the
             one result is activation(x @ gate.T) * (x @ up.T).
         index, offsets: as in `quantized_linear`; with either, weights have three axes, else two.
-        transposed: weights are [inputs, outputs] instead: x @ weight. Not of scaled ones.
+        transposed: weights are [inputs, outputs] instead: x @ weight. Not for scaled weights.
         part: a slice of each matrix's rows to use.
-        rounded: x may be rounded to bfloat16 for bfloat16 weights; it is where the processor has
-            bfloat16 dot products or tiles (AVX-512 BF16, AMX).
+        rounded: allows rounding x to bfloat16 for bfloat16 weights, on processors with bfloat16 dot
+            products or tiles (AVX-512 BF16, AMX).
     """
     results = weights if activation == "none" else weights[:1]
     outputs = [(w.numbers if isinstance(w, ScaledMatrix) else w).shape[-2:] for w in results]
@@ -197,9 +197,9 @@ def add_lora(
     b: Sequence[Float[Array, "slots rank outputs"]],
     factors: Sequence[Float[Array, "slots 2 rank"] | None],
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """y + scale * (x A^T) B for each y, with the A and B of a row's slot, computed in float32.
+    """Computes y + scale * (x A^T) B for each y, with A and B of the row's slot, in float32.
 
-    A row's bits do not depend on its company; those of a row without an adapter are y's.
+    The result is batch-invariant; a row without an adapter keeps y's bits.
 
     Args:
         x, ys: float32.
@@ -207,7 +207,7 @@ def add_lora(
         scales: float32.
         order: int32; the rows sorted by slot, so that each slot's matrices are read once.
         a, b: float32, bfloat16, float16 or int8; a stack for each y.
-        factors: float32; of stacks in int8: what the rows of A, and those of B, are multiplied by.
+        factors: float32; for int8 stacks: factors of the rows of A, and of B.
     """
     shapes = [jax.ShapeDtypeStruct(y.shape, np.float32) for y in ys]
     in_place = {1 + i: i for i in range(len(ys))}

@@ -21,7 +21,7 @@ from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Linear
 from jinfer.ops.activation import activate
-from jinfer.ops.attention.mask_rules import Bias
+from jinfer.ops.attention.mask_rules import BiasFunction
 from jinfer.ops.attention.sparse import IndexQuery
 from jinfer.ops.norm import normalize
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GatedHeads(nnx.Module):
-    """What attentions with a gate have in common: their parameters `gate` and `gate_bias`."""
+    """Base of attentions with an output gate: parameters `gate` and `gate_bias`."""
 
     def build_gate(
         self,
@@ -54,7 +54,7 @@ class GatedHeads(nnx.Module):
         out: Float[Array, "batch tokens heads width"],
         x: Float[Array, "batch tokens inputs"],
     ) -> Float[Array, "batch tokens heads width"]:
-        """The heads' outputs, gated by a projection of x."""
+        """Gates the heads' outputs by a projection of x."""
         gate = split_heads(self.gate(x), out.shape[2])
         if spec.bias == "head":
             gate = gate + self.gate_bias[...][None, None, :, None]
@@ -74,7 +74,7 @@ class DifferentialHeads(nnx.Module):
     def __call__(
         self, out: Float[Array, "batch tokens heads width"]
     ) -> Float[Array, "batch tokens half width"]:
-        """The normalized difference of the halves."""
+        """Computes the normalized difference of the halves."""
         q1, k1, q2, k2 = (getattr(self, f"lambda_{name}")[...] for name in ("q1", "k1", "q2", "k2"))
         factor = jnp.exp(jnp.sum(q1 * k1)) - jnp.exp(jnp.sum(q2 * k2)) + self.block.init
         one, two = jnp.split(out.astype(jnp.float32), 2, axis=2)
@@ -85,7 +85,7 @@ class DifferentialHeads(nnx.Module):
 def paired_values(
     v: Float[Array, "batch tokens kv_heads head_dim"],
 ) -> Float[Array, "batch tokens kv_heads width"]:
-    """Values of head j of either half: those of j in the first and in the second half."""
+    """Concatenates the values of head j of both halves, for head j of each half."""
     both = jnp.concatenate(jnp.split(v, 2, axis=2), axis=-1)
     return jnp.concatenate([both, both], axis=2)
 
@@ -110,8 +110,8 @@ class DisentangledBias(nnx.Module):
         to_k: Float[Array, "rows kv_heads head_dim"],
         positions: Int[Array, "batch tokens"],
         scale: float,
-    ) -> Bias:
-        """The function from distances to biases: content to position and position to content.
+    ) -> BiasFunction:
+        """Returns a function from distances to biases: content to position, position to content.
 
         Args:
             q, k: of whole texts, which begin at position 0.
@@ -139,10 +139,10 @@ def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows
 
 
 def distance_buckets(block: blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
-    """The embedding row of each distance from -max_distance to max_distance (log buckets).
+    """Returns the embedding row of each distance from -max_distance to max_distance (log buckets).
 
-    Distances up to half of the buckets have rows of their own, farther ones share logarithmic
-    ranges. In float32, as the reference: a distance at the edge of a range is rounded.
+    Distances up to half of the buckets have a row each, larger distances share logarithmic ranges.
+    In float32, as the reference: a distance at the edge of a range is rounded.
     """
     half = np.float32(block.buckets // 2)
     far = np.arange(1, block.max_distance + 1).astype(np.float32)
@@ -165,7 +165,7 @@ class Indexer(nnx.Module):
         self.k = Linear(inputs, block.head_dim, False, dtype, ("index", "hidden"))
         norm = blocks.LayerNormSpec(kind="layer", size=block.head_dim, eps=block.eps)
         self.k_norm = LayerNorm(norm, jnp.float32)
-        # So few numbers decide so much that they are never quantized.
+        # Never quantized: few weights with a large effect.
         axes = ("index", "hidden")
         self.head_weights = Linear(inputs, heads, False, jnp.float32, axes, role="plain")
         if block.position is not None:
@@ -177,11 +177,11 @@ class Indexer(nnx.Module):
         latent: Float[Array, "1 tokens latent"],
         batch: ForwardBatch,
     ) -> IndexQuery:
-        """Queries, keys and weights of a flat batch.
+        """Computes queries, keys and weights of a flat batch.
 
         Args:
             x: the attention's input.
-            latent: what queries are projected from.
+            latent: input of the query projection.
         """
         q = self._rotated(self.q(latent), batch)
         k = self._rotated(self.k_norm(self.k(x)), batch)
@@ -193,7 +193,7 @@ class Indexer(nnx.Module):
     def _rotated(self, x: Array, batch: ForwardBatch) -> Array:
         if self.block.position is None:
             return x
-        if self.block.rotated == "last":  # an equal order of both changes no score
+        if self.block.rotated == "last":  # the same order of both changes no score
             heads = x.reshape(*x.shape[:-1], -1, self.block.head_dim)
             x = jnp.roll(heads, self.block.position.dim, axis=-1).reshape(x.shape)
         return self.rope(x, batch.cos_sin_of(self.rope), self.block.head_dim)

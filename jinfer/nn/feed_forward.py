@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gating:
-    """GLU: activation(gate) * up; the clamped ones are defined on both, clamped_swiglu by gpt-oss's
-    model card, clamped_silu by Step 3.7's.
+    """GLU: activation(gate) * up; clamped_swiglu is gpt-oss's, clamped_silu Step 3.7's.
 
     Attributes:
         activation: a `jinfer.modelspec.blocks.GatedActivation`.
@@ -45,13 +44,13 @@ class Gating:
 
     @classmethod
     def of(cls, block: blocks.GatedMLPSpec | blocks.MoESpec) -> Gating:
-        """The gating of a block."""
+        """Returns the gating of a block."""
         return cls(block.activation, block.alpha, block.limit, block.offset)
 
     def __call__(
         self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
-        """The input of the down-projection."""
+        """Computes the input of the down-projection."""
         if self.activation not in CLAMPED:
             return activate(self.activation, gate) * up
         up = jnp.clip(up, -self.limit, self.limit)
@@ -70,7 +69,7 @@ class Activation(nnx.Module):
         self.function = block.function
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """The function of x."""
+        """Applies the function."""
         return activate(self.function, x)
 
 
@@ -86,7 +85,7 @@ class MLP(nnx.Module):
         self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
-        """The block's output, to be added to the residual stream."""
+        """Computes the block's output, which is added to the residual stream."""
         up = tapped("up", self.up(x))
         if self.activation == "xielu":
             hidden = xielu(up, self.alpha_p[...], self.alpha_n[...])
@@ -106,7 +105,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(block.width, block.inputs, bool(block.bias), dtype, ("hidden", "mlp"))
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
-        """The block's output, to be added to the residual stream."""
+        """Computes the block's output, which is added to the residual stream."""
         if self.threshold is not None:
             gate, up = self._projected(x)
             hidden = self.gating(gaussian_sparsity(gate, self.threshold), up)
@@ -136,7 +135,7 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"]
     ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-        """The experts of each row and their weights."""
+        """Returns the experts of each row and their weights."""
         bias = None if self.bias is None else self.bias[...]
         logits = linear(x.astype(jnp.float32), self.weight[...], bias)
         logits = tapped_rows("router", logits)
@@ -170,7 +169,7 @@ class StackedLinear(nnx.Module):
         self.lora_factors = parameter(sides, f, jnp.float32) if kind == "int8" else None
 
     def projection(self) -> moe.ExpertProjection:
-        """The operation's operands."""
+        """Returns the operation's operands."""
         bias = None if self.bias is None else self.bias[...]
         if self.lora_a is None or self.lora_b is None:
             return moe.ExpertProjection(self.weight[...], bias)
@@ -190,7 +189,7 @@ class Experts(nnx.Module):
         self.down = StackedLinear(block, ("hidden", "mlp"), dtype)
 
     def arrays(self) -> moe.ExpertWeights:
-        """The operation's operands."""
+        """Returns the operation's operands."""
         gate = self.gate.projection() if self.gated else None
         up, down = self.up.projection(), self.down.projection()
         fused = self.gating.activation if self.gating.activation in FUSED_ACTIVATIONS else "none"
@@ -210,10 +209,10 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows hidden"], routed: Float[Array, "*rows hidden"] | None = None
     ) -> Float[Array, "*rows hidden"]:
-        """The block's output, to be added to the residual stream.
+        """Computes the block's output, which is added to the residual stream.
 
         Args:
-            routed: what the router is given; None: x.
+            routed: the router's input; None: x.
         """
         rows, block = x.reshape(-1, x.shape[-1]), self.router.block
         chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape))

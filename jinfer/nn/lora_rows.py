@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from jinfer.ops.matmul.lora import RowAdapters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-LORA_FACTORS = "lora_factors"  # of matrices in int8: those of A's rows, and of B's
+LORA_FACTORS = "lora_factors"  # factors of int8 matrices: one per row of A, and of B
 DORA_NORMS = "dora_norms"
 
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """How many adapters an engine holds, and of which rank.
+    """Number, rank and dtype of an engine's LoRA adapter slots.
 
     Attributes:
-        count: slots, each of which holds an adapter.
-        rank: of all of them; adapters of a lower rank are padded with zeros.
-        dtype: of their matrices; int8: these have factors.
-        experts: whether there is room for terms of experts' matrices.
-        magnitudes: whether there is room for DoRA's magnitudes.
+        count: slots, each for one adapter.
+        rank: rank of all slots; adapters of a lower rank are padded with zeros.
+        dtype: dtype of the matrices; int8 matrices have factors.
+        experts: whether slots include terms of experts' matrices.
+        magnitudes: whether slots include DoRA's magnitudes.
     """
 
     count: int
@@ -39,7 +39,7 @@ _ROWS: ContextVar[RowAdapters | None] = ContextVar("row_adapters", default=None)
 
 @contextmanager
 def building_with(slots: AdapterSlots | None) -> Iterator[None]:
-    """Projections built within have parameters for adapters."""
+    """Gives projections that are built within the context parameters for adapters."""
     token = _BUILT.set(slots)
     try:
         yield
@@ -48,13 +48,13 @@ def building_with(slots: AdapterSlots | None) -> Iterator[None]:
 
 
 def slots_to_build() -> AdapterSlots | None:
-    """What projections that are built now have room for; None: no adapters."""
+    """Returns the adapter slots of projections built now; None: no adapters."""
     return _BUILT.get()
 
 
 @contextmanager
 def rows_adapted_by(rows: RowAdapters | None) -> Iterator[None]:
-    """Projections called within by this thread add the adapters of these rows."""
+    """Makes projections that this thread calls within the context add these rows' adapters."""
     token = _ROWS.set(rows)
     try:
         yield
@@ -63,10 +63,10 @@ def rows_adapted_by(rows: RowAdapters | None) -> Iterator[None]:
 
 
 def row_adapters() -> RowAdapters | None:
-    """The adapters of the rows that are computed now; None: there are none."""
+    """Returns the adapters of the rows computed now; None: no adapters."""
     return _ROWS.get()
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is of adapters."""
+    """Whether a parameter belongs to adapters."""
     return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{LORA_FACTORS}", f".{DORA_NORMS}"))

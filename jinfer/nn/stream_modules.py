@@ -39,7 +39,7 @@ class Mix(nnx.Module):
 
 
 class Repeat(nnx.Module):
-    """A vector several times."""
+    """Repeats a vector."""
 
     def __init__(self, block: RepeatSpec, dtype: DTypeLike) -> None:
         self.times = block.times
@@ -72,9 +72,11 @@ class Rescale(nnx.Module):
     ) -> Float[Array, "*rows wide"]:
         """x * sqrt(mean(like^2) / max(mean(x^2), eps)), in each part."""
         parts = x.astype(jnp.float32).reshape(*x.shape[:-1], self.block.parts, -1)
-        wanted = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
-        found = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
-        return rounded(parts * jnp.sqrt(wanted / found)).reshape(x.shape).astype(x.dtype)
+        target_square = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
+        own_square = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
+        return (
+            rounded(parts * jnp.sqrt(target_square / own_square)).reshape(x.shape).astype(x.dtype)
+        )
 
 
 class Concat(nnx.Module):
@@ -84,10 +86,10 @@ class Concat(nnx.Module):
         self.block = block
 
     def __call__(
-        self, one: Float[Array, "*rows one"], other: Float[Array, "*rows other"]
+        self, first: Float[Array, "*rows one"], second: Float[Array, "*rows other"]
     ) -> Float[Array, "*rows both"]:
         """[one, other]."""
-        return jnp.concatenate([one, other], axis=-1)
+        return jnp.concatenate([first, second], axis=-1)
 
 
 class VocabMap(nnx.Module):
@@ -113,5 +115,5 @@ class HiddenTap(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
-        """The vectors, and the cache with them."""
+        """Writes the vectors to the cache; returns both."""
         return x, batch.write_vectors(x[0][:, None], cache)

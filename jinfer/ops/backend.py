@@ -15,7 +15,7 @@ from jinfer.guard.process_limits import check_process_limits
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.runtime.thread_priority import at_usual_priority
 
-# A target beside JAX's platforms: any of them, by XLA's own operations, all with derivatives.
+# A target in addition to JAX's platforms: XLA's operations on any of them, all differentiable.
 DIFFERENTIABLE = "differentiable"
 
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
@@ -28,9 +28,7 @@ def backend() -> str:
 
 
 def needs_derivatives() -> bool:
-    """Whether code traced here is to be differentiated: no kernels, which have no derivative, and
-    no loop with a number of steps that is only known when it runs, which has none backwards.
-    """
+    """Whether code traced here must be differentiable."""
     return backend() == DIFFERENTIABLE
 
 
@@ -81,13 +79,13 @@ def start() -> None:
     try:
         at_usual_priority(jax.local_devices)
     except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
-        if asked := os.environ.get(PLATFORMS_VARIABLE, ""):
-            raise SwitchError(f"{PLATFORMS_VARIABLE}={asked}: {_reason(asked)}") from error
+        if platforms := os.environ.get(PLATFORMS_VARIABLE, ""):
+            raise SwitchError(f"{PLATFORMS_VARIABLE}={platforms}: {_reason(platforms)}") from error
         raise
 
 
-def _reason(asked: str) -> str:
-    word = asked.partition(",")[0].strip().lower()
+def _reason(platforms: str) -> str:
+    word = platforms.partition(",")[0].strip().lower()
     if word in _INSTALL:
         return f"JAX finds no {word} here; {_INSTALL[word]}without it JAX takes what there is"
     near = get_close_matches(word, _PLATFORMS, 1)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def library_key() -> str:
-    """A key that changes with the custom calls' code, or "" if there are none."""
+    """Returns a key that changes with the custom calls' code, or "" if there are none."""
     return build_library.key() if build_library.available() else ""
 
 
@@ -49,15 +49,15 @@ def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
     return jnp.bool_(False)
 
 
-_VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
+_VARIABLE = "NPROC"  # sizes XLA's pools when it starts
 _log = logging.getLogger("jinfer")
 
 
 def limit_threads(count: int) -> Callable[[], None]:
     """Limits the threads of the whole process until the returned function is called.
 
-    XLA sizes its pools once, when it starts: they obey the limit if it has not started yet and keep
-    their size otherwise. Custom calls obey the smallest limit in force.
+    XLA sizes its thread pools once, when it starts: the limit applies to them if it has not started
+    yet. Custom calls obey the smallest limit in force.
     """
     from jax._src.xla_bridge import backends_are_initialized  # there is no public function
 
@@ -73,8 +73,7 @@ def limit_threads(count: int) -> Callable[[], None]:
                 os.environ[_VARIABLE] = before
     elif count < (_pool() or count + 1):
         _log.warning(
-            "XLA started before threads=%d was said, with more: only the custom calls keep to it",
-            count,
+            "threads=%d: XLA has started with more; the limit holds for custom calls alone", count
         )
     return lift
 
@@ -85,7 +84,7 @@ def cores() -> int:
 
 
 def _pool() -> int | None:
-    """Threads in XLA's pool; None if unknown."""
+    """Counts the threads in XLA's pool; None if unknown."""
     tasks = "/proc/self/task"
     try:
         names = []

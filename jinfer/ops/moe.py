@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): grouped matmul of tokens with their chosen experts."""
+"""Mixture of experts (MoE): routing, and grouped matmul of tokens with their experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls, needs_derivatives
 from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora, sorted_by_slot
 from jinfer.ops.matmul.matmul import (
-    Weight,
+    LinearWeight,
     fuses_activation,
     grouped_linears,
     linear_of_stack,
@@ -69,7 +69,7 @@ def route(
 def _mask_groups(
     scores: Float[Array, "rows experts"], rule: MoESpec
 ) -> Float[Array, "rows experts"]:
-    """The scores, -inf outside the best groups (group-limited routing, arXiv 2405.04434)."""
+    """Masks scores outside the best groups with -inf (group-limited routing, arXiv 2405.04434)."""
     if rule.groups == rule.top_k_groups:
         return scores
     grouped = scores.reshape(scores.shape[0], rule.groups, -1)
@@ -102,14 +102,14 @@ def _sparsemixer(
 
 
 def adapters_of_pairs(rows: RowAdapters, order: Sorted, experts: int) -> RowAdapters:
-    """The adapters of sorted pairs: a slot for each expert of each adapter."""
+    """Returns the adapters of sorted pairs: a slot for each expert of each adapter."""
     slots = rows.slots[order.row_of]
     own = (slots - 1) * experts + order.expert_of + 1
     return sorted_by_slot(jnp.where(slots > 0, own, 0), rows.scales[order.row_of])
 
 
 def repeated(rows: RowAdapters, times: int) -> RowAdapters:
-    """The adapters of rows that follow one another so many times each."""
+    """Returns the adapters of rows that are each repeated `times` times in sequence."""
     return sorted_by_slot(jnp.repeat(rows.slots, times), jnp.repeat(rows.scales, times))
 
 
@@ -119,7 +119,7 @@ def add_expert_lora(
     stacks: Stacks,
     at: RowAdapters,
 ) -> Float[Array, "pairs outputs"]:
-    """`y` with the low-rank terms of the pairs; those without an adapter keep their bits.
+    """Adds the low-rank terms of the pairs to `y`; pairs without an adapter keep their bits.
 
     Args:
         y: float32.
@@ -139,7 +139,7 @@ _LEAST_ROWS, _MOST_ROWS = 8, 256
 class ExpertProjection(NamedTuple):
     """One projection of all experts."""
 
-    weight: Weight  # [experts, outputs, inputs]
+    weight: LinearWeight  # [experts, outputs, inputs]
     bias: Float[Array, "experts outputs"] | None
     stacks: Stacks | None = None  # adapters' [slots, experts, rank, inputs or outputs]
 
@@ -166,24 +166,24 @@ def mixture_of_experts(
     experts: ExpertWeights,
     adapters: RowAdapters | None = None,
 ) -> Float[Array, "rows hidden"]:
-    """The weighted sum of the outputs of each row's chosen experts.
+    """Computes the weighted sum of the outputs of each row's chosen experts.
 
     (row, expert) pairs are sorted by expert once. CPU custom calls and GPU kernels take them sorted
     (grouped matmul); elsewhere they are split into blocks of one expert each, and a loop runs over
-    the blocks that exist. Either way only the weights of chosen experts are read, which
-    `jax.lax.ragged_dot` on XLA:CPU and gathered weights do not achieve.
+    the blocks that exist. Either way only the weights of chosen experts are read, unlike with
+    `jax.lax.ragged_dot` on XLA:CPU or gathered weights.
 
     Args:
         chosen: experts of each row, all different.
         weights: of the chosen experts, float32.
-        adapters: of the rows, if there may be any.
+        adapters: the rows' LoRA adapters, if any.
     """
     rows, top_k = chosen.shape
-    taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
+    projections = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
     count = experts.up.weight.shape[0]
     order = _sort_by_expert(chosen, count)
     at = None if adapters is None else adapters_of_pairs(adapters, order, count)
-    if all(supports_grouped(each.weight) for each in taken):
+    if all(supports_grouped(each.weight) for each in projections):
         out = _grouped_feed_forward(x, order, experts, at)
         if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
@@ -202,13 +202,13 @@ def mixture_of_weighted_inputs(
     experts: ExpertWeights,
     adapters: RowAdapters | None = None,
 ) -> Float[Array, "rows hidden"]:
-    """The sum of what each row's chosen experts make of the row times its weight (Llama 4)."""
+    """Sums the outputs of each row's chosen experts for the weighted row (Llama 4)."""
     rows, top_k = chosen.shape
-    given = (x.astype(jnp.float32)[:, None] * weights[..., None]).astype(x.dtype)
-    one = jnp.ones((rows * top_k, 1), jnp.float32)
+    weighted = (x.astype(jnp.float32)[:, None] * weights[..., None]).astype(x.dtype)
+    unit = jnp.ones((rows * top_k, 1), jnp.float32)
     at = None if adapters is None else repeated(adapters, top_k)
-    pairs = given.reshape(rows * top_k, -1)
-    y = mixture_of_experts(pairs, chosen.reshape(-1, 1), one, experts, at)
+    pairs = weighted.reshape(rows * top_k, -1)
+    y = mixture_of_experts(pairs, chosen.reshape(-1, 1), unit, experts, at)
     return sum_chosen(y.reshape(rows, top_k, -1).astype(jnp.float32)).astype(x.dtype)
 
 
@@ -217,7 +217,7 @@ def project_chosen(
     chosen: Int[Array, "rows top_k"],
     projection: ExpertProjection,
 ) -> Float[Array, "rows top_k outputs"]:
-    """Each row times the matrices of its chosen experts."""
+    """Multiplies each row by the matrices of its chosen experts."""
     (rows, top_k), (count, outputs, _) = chosen.shape, projection.weight.shape
     order = _sort_by_expert(chosen, count)
     if supports_grouped(projection.weight):
@@ -232,7 +232,7 @@ def project_chosen(
 
 
 def sum_chosen(parts: Float[Array, "rows top_k *width"]) -> Array:
-    """The sum over the chosen experts."""
+    """Sums over the chosen experts."""
     return add_in_order(parts[:, k] for k in range(parts.shape[1]))
 
 
@@ -252,7 +252,7 @@ def _grouped_feed_forward(
     experts: ExpertWeights,
     at: RowAdapters | None,
 ) -> Float[Array, "pairs hidden"]:
-    """The outputs of the sorted pairs, by grouped matmul."""
+    """Computes the outputs of the sorted pairs by grouped matmul."""
     offsets = order.offsets
 
     def product(x: Array, projection: ExpertProjection) -> Array:
@@ -280,7 +280,7 @@ def _blockwise_feed_forward(
     experts: ExpertWeights,
     at: RowAdapters | None,
 ) -> Float[Array, "pairs_and_block hidden"]:
-    """The outputs of the sorted pairs, by a loop over blocks of one expert each."""
+    """Computes the outputs of the sorted pairs in a loop over blocks of one expert each."""
     if at is not None:
         return _blockwise_with_adapters(x[order.row_of], order, experts, at)
 
@@ -296,7 +296,7 @@ def _blockwise_with_adapters(
     experts: ExpertWeights,
     at: RowAdapters,
 ) -> Float[Array, "pairs hidden"]:
-    """The outputs of the sorted pairs, by such a loop for each projection."""
+    """Computes the outputs of the sorted pairs in such a loop for each projection."""
     (count, *_), pairs = experts.up.weight.shape, len(rows)
     sorted_pairs = order._replace(row_of=jnp.arange(pairs, dtype=jnp.int32))
 
@@ -321,33 +321,35 @@ def _blockwise(
     width: int,
     apply: Callable[[Array, Array, Array], Array],
 ) -> Float[Array, "pairs_and_block width"]:
-    """What a function gives of the sorted pairs, in blocks of one expert each.
+    """Applies a function to the sorted pairs, in blocks of one expert each.
 
     Args:
         count: number of experts.
         width: of the results.
-        apply: a function of a block's rows, its expert, and which of the rows are its own.
+        apply: a function of a block's rows, its expert, and a mask of the block's own rows.
     """
     pairs = order.row_of.shape[0]
     size = _block_rows(pairs, count)
     blocks = _ExpertBlocks(order.offsets, size)
     row_of = jnp.pad(order.row_of, (0, size))  # so that the last block has its full length
 
-    def one(number: Array) -> tuple[Array, Array]:
+    def multiply_block(number: Array) -> tuple[Array, Array]:
         expert, begin, count = blocks.at(number)
         rows = lax.dynamic_slice_in_dim(row_of, begin, size)
         own = jnp.arange(size, dtype=jnp.int32) < count
         return begin, apply(x[rows], expert, own)
 
     if needs_derivatives():
-        # As many blocks as there could be, beyond the last one that again. The backward pass
-        # computes each again: otherwise all their matrices would be held until then.
-        most = jnp.arange(min(pairs, count + pairs // size), dtype=jnp.int32)
-        _, parts = lax.map(jax.checkpoint(one), jnp.minimum(most, blocks.number - 1))
+        # The maximum number of blocks; beyond the last the last is repeated. The backward pass
+        # recomputes each block: otherwise all their matrices would be held until then.
+        block_numbers = jnp.arange(min(pairs, count + pairs // size), dtype=jnp.int32)
+        _, parts = lax.map(
+            jax.checkpoint(multiply_block), jnp.minimum(block_numbers, blocks.number - 1)
+        )
         return parts.reshape(-1, width)[blocks.places(order.expert_of)]
 
     def run(number: Array, out: Array) -> Array:
-        begin, y = one(number)
+        begin, y = multiply_block(number)
         # Rows beyond the block's end are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
@@ -365,7 +367,7 @@ class _ExpertBlocks:
         self.number = self.ends[-1]
 
     def at(self, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-        """A block's expert, the index of its first sorted pair and its number of pairs.
+        """Returns a block's expert, the index of its first sorted pair and its number of pairs.
 
         Rows beyond that number belong to the next block.
         """
@@ -375,13 +377,13 @@ class _ExpertBlocks:
         return expert, begin, jnp.minimum(self.end[expert] - begin, self.size)
 
     def places(self, expert_of: Int[Array, " pairs"]) -> Int[Array, " pairs"]:
-        """Where each sorted pair stands in all blocks, one behind the other."""
+        """Returns the index of each sorted pair in the concatenated blocks."""
         first = (self.ends - self.blocks)[expert_of] * self.size
         return first + jnp.arange(expert_of.shape[0], dtype=jnp.int32) - self.begin[expert_of]
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows per block: about an expert's average share, as a power of two; 1 for few rows."""
+    """Returns rows per block: about an expert's average share, as a power of two; at least 1."""
     share = -(-pairs // experts)
     if share == 1:
         return 1
@@ -394,7 +396,7 @@ def _feed_forward(
     expert: Int[Array, ""],
     own: Bool[Array, " rows"],
 ) -> Float[Array, "rows hidden"]:
-    """The output of one expert; only rows marked in `own` count."""
+    """Computes the output of one expert; only rows marked in `own` count."""
 
     def project(x: Array, projection: ExpertProjection) -> Array:
         return linear_of_stack(x, projection.weight, projection.bias, expert, own)

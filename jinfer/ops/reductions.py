@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def add_in_order(terms: Iterable[Array]) -> Array:
-    """The sum of arrays, added one after the other."""
+    """Sums arrays one after the other."""
     return reduce(add, terms)
 
 
 def mean_of_row(x: Float[Array, "*rows size"]) -> Float[Array, "*rows 1"]:
-    """The mean of each row, float32; as a product with ones, whose order of sums is fixed."""
+    """Computes each row's mean, float32, as a product with ones, whose order of sums is fixed."""
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     return linear(x.astype(jnp.float32), ones, None) / x.shape[-1]
 
 
 def rounded(product: Array) -> Array:
-    """The product, rounded before it is added to another one.
+    """Rounds a product before it is added to another.
 
     A compiler may contract a product and a sum into a fused multiply-add, depending on the loop it
     generates, so a token's bits would depend on the batch size. The select, which never selects
@@ -41,11 +41,11 @@ def rounded(product: Array) -> Array:
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 
 
-_LANES = 64  # values reduced side by side (SIMD)
+_LANES = 64  # values reduced in parallel (SIMD)
 
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
-    """The first index of each row's maximum; the last index if the row contains NaN."""
+    """Returns the first index of each row's maximum; the last index if the row contains NaN."""
     if has_cpu_calls():
         return cpu.argmax(x.astype(jnp.float32))
     # XLA:CPU computes jnp.argmax element by element; two reductions over rows of lanes are
@@ -65,7 +65,7 @@ def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
 def gaussian_sparsity(
     x: Float[Array, "*rows width"], threshold: float
 ) -> Float[Array, "*rows width"]:
-    """max(0, x - mean - deviation * threshold), in float32."""
+    """Computes max(0, x - mean - deviation * threshold) of each row, in float32 (Gemma 3n)."""
     wide = x.astype(jnp.float32)
     mean = mean_of_row(wide)
     deviation = jnp.sqrt(mean_of_row(jnp.square(wide - mean)))
@@ -74,7 +74,7 @@ def gaussian_sparsity(
 
 
 def has_mass_threshold() -> bool:
-    """Whether code traced here can use the kernel: on a GPU, with the Triton-style back end."""
+    """Whether code traced here can use `mass_threshold`: a GPU with the Triton-style back end."""
     return gpu_backend.has_triton_kernels("sampling")
 
 
@@ -83,7 +83,7 @@ def mass_threshold(
     weights: Float[Array, "rows numbers"],
     mass: Float[Array, " rows"],
 ) -> UInt[Array, " rows"]:
-    """The largest threshold at or above which the values weigh at least `mass`; or else 0."""
+    """Returns the largest threshold such that values from it on weigh at least `mass`; else 0."""
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas import topk_threshold
 

@@ -16,5 +16,5 @@ def available() -> bool:
 
 
 def knows(stages: Iterable[str]) -> bool:
-    """Whether they can be called, and compute all of these stages."""
+    """Whether the custom calls are available and compute all of these stages."""
     return available() and set(stages) <= set(layout().stages)

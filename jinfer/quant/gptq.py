@@ -1,4 +1,4 @@
-"""GPTQ: quantization with error feedback (method `quantize_gptq`, arXiv 2210.17323).
+"""GPTQ: quantization with error feedback (arXiv 2210.17323), then coordinate descent.
 
 The loss is that of a layer's output on its inputs X: with H = X^T X (the Hessian) it is sum_rows (w
 - w')^T H (w - w'). Columns are rounded one after the other. With H = R R^T, R upper triangular, the
@@ -10,7 +10,9 @@ the inverse of R:
 
 A block's scale and base are searched when its first column is reached, on the weights as updated by
 then. Blocks are processed by falling importance (act-order), and so are the columns within each:
-the order is free, because block numbers belong to inputs in whatever order they are processed.
+the order is free, because block numbers belong to inputs. Then `descend` improves codes and scales
+one at a time with all others fixed (arXiv 2309.01885): GPTQ rounds each weight once, before it
+knows the later roundings.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _WHOLE = 64  # rows factored at once
 
 
 def cholesky(matrix: np.ndarray) -> np.ndarray:
-    """The lower triangular L with L L^T = matrix, float64.
+    """Factors a matrix to the lower triangular L with L L^T = matrix (Cholesky), float64.
 
     Raises:
         LinAlgError: the matrix is not positive definite.
@@ -57,7 +59,7 @@ def cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def _factored(matrix: np.ndarray, inverted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """L, and its inverse on request."""
+    """Returns L, and its inverse on request."""
     size = len(matrix)
     if size <= _WHOLE:
         L = np.linalg.cholesky(matrix)
@@ -87,7 +89,7 @@ _EVEN = 64
 
 
 def equal_row_blocks(outputs: int) -> Iterator[slice]:
-    """Blocks of equal size, for which one compiled program suffices: the last may overlap."""
+    """Yields blocks of equal size, for one compiled program: the last may overlap."""
     count = -(-outputs // _ROWS)
     each = min(outputs, -(-outputs // count // _EVEN) * _EVEN)
     for begin in range(0, outputs, each):
@@ -132,16 +134,16 @@ def quantize_gptq(
     exact: np.ndarray | None = None,
     damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Codes, scales and bases with a small error of the layer's output.
+    """Finds codes, scales and bases with a small error of the layer's output.
 
     Args:
         values: float32 [outputs, inputs].
         hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
-        exact: bool [outputs, inputs], outliers that are stored exactly beside the codes.
+        exact: bool [outputs, inputs], outliers that are stored exactly.
 
     Returns:
-        As `search_scales`; and float32 [outputs, inputs], the updated weights when they were
-        rounded, which are the values of the outliers.
+        As `search_scales`; and float32 [outputs, inputs], the updated weights at their rounding,
+        which are the values of outliers.
 
     Raises:
         ValueError: the Hessian does not fit, or is not positive.
@@ -160,7 +162,7 @@ def quantize_gptq(
     numbers_of = [lower.reshape(-1, block, padded), settled, weights]
     given = [jnp.asarray(each, jnp.float32) for each in numbers_of]
 
-    def some(rows: slice) -> list[np.ndarray]:
+    def quantize_rows(rows: slice) -> list[np.ndarray]:
         left = values[rows].T[np.where(real, places, 0)]
         kept = None
         if exact is not None:
@@ -171,7 +173,7 @@ def quantize_gptq(
         found = _sweep(left.reshape(-1, block, left.shape[1]), *given, inside, kept, format)
         return [np.asarray(each).T for each in found]
 
-    moved, scale, base = map_row_blocks(some, outputs)
+    moved, scale, base = map_row_blocks(quantize_rows, outputs)
     order = np.argsort(places)
     of_block = places[::block] // block
     blocks = np.argsort(of_block)
@@ -192,12 +194,12 @@ def _sweep(
     exact: Bool[Array, "blocks block rows"] | None,
     format: QuantFormat,
 ) -> tuple[Array, Array, Array]:
-    """The weights when they were rounded [columns, rows], scales and bases [blocks, rows].
+    """Returns the weights at their rounding [columns, rows], scales and bases [blocks, rows].
 
     Args:
         lower: R_ij / R_jj at [j, i], 0 unless i < j.
-        settled: what the errors before a block add to each of its columns, were the block not
-            rounded, of what they add if the columns before it in the block have no error.
+        settled: maps additions of the errors before a block, with error-free columns in the block,
+            to the additions to its columns if the block were not rounded.
         weights: weight of a squared error in the scale search.
         real: columns that are not padding.
     """
@@ -239,14 +241,14 @@ def _sweep(
 
 
 def _without(block: Array, kept: Array) -> Array:
-    """A block with its outliers replaced by the mean of the others."""
+    """Replaces a block's outliers by the mean of its other weights."""
     count = jnp.sum(~kept, axis=0, dtype=jnp.float32)
     others = jnp.where(kept, 0, block).sum(axis=0) / jnp.maximum(count, 1)
     return jnp.where(kept, others[None], block)
 
 
 def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float) -> HessianFactor:
-    """The factor R and the order of the columns. Raises `ValueError`."""
+    """Returns the factor R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
             f"the inputs' products are {list(hessian.shape)}, not [{inputs}, {inputs}]; "
@@ -291,15 +293,14 @@ def descend(
     damping: float,
     outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Codes, scales and bases of smaller loss.
+    """Improves codes, scales and bases by coordinate descent.
 
     Args:
         values: float32 [outputs, inputs].
         hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
         codes, scale, base: uint8 [outputs, blocks, block], float16 [outputs, blocks] twice.
         damping: as for `quantize_gptq`.
-        outliers: float32 [outputs, inputs], the outliers stored exactly beside the codes, NaN
-            elsewhere.
+        outliers: float32 [outputs, inputs], the outliers that are stored exactly, NaN elsewhere.
 
     Returns:
         Codes, scales and bases in the same form.
@@ -310,7 +311,7 @@ def descend(
     H[range(inputs, len(H)), range(inputs, len(H))] = 1
     products = jnp.asarray(H.reshape(-1, block, len(H)))
 
-    def some(rows: slice) -> list[np.ndarray]:
+    def descend_rows(rows: slice) -> list[np.ndarray]:
         low, exact = (None if each is None else each[rows] for each in (base, outliers))
         error, free = _start(values[rows], codes[rows], scale[rows], low, format, exact)
         lanes = [_by_block(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
@@ -319,13 +320,13 @@ def descend(
         found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
         return [np.asarray(each).T for each in found if each is not None]
 
-    q, *found = map_row_blocks(some, outputs)
+    q, *found = map_row_blocks(descend_rows, outputs)
     whole = codes_of(q[:, :inputs], format).astype(np.uint8)
     return split_into_blocks(whole, block), found[0], None if base is None else found[1]
 
 
 def damped_hessian(hessian: np.ndarray, damping: float) -> np.ndarray:
-    """The damped Hessian of the loss, float32."""
+    """Damps the Hessian of the loss, float32."""
     H = hessian / np.diag(hessian).mean()
     H[np.diag_indices(len(H))] += damping
     return H.astype(np.float32)
@@ -339,7 +340,7 @@ def _start(
     format: QuantFormat,
     exact: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors, and 1 for weights that may change, 0 for others."""
+    """Returns errors, and a mask: 1 for weights that may change, 0 for others."""
     outputs, inputs = values.shape
     whole = dequantize(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
     error = whole - values
@@ -365,10 +366,10 @@ def _descend(
     format: QuantFormat,
     rounds: int,
 ) -> tuple[Array, Array, Array | None]:
-    """Levels [columns, rows], scales and bases."""
+    """Returns levels [columns, rows], scales and bases."""
     blocks, block, rows = error.shape
 
-    def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def descend_block(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         n = turn % blocks
         error, codes, scale, base = state
         slope = matmul(products[n], error.reshape(-1, rows))
@@ -385,18 +386,18 @@ def _descend(
 
     low = jnp.zeros_like(scale) if base is None else base
     state = (error, codes, scale, low)
-    _, codes, scale, low = lax.fori_loop(0, rounds * blocks, one, state)
+    _, codes, scale, low = lax.fori_loop(0, rounds * blocks, descend_block, state)
     return codes.reshape(-1, rows), scale, None if base is None else low
 
 
 @dataclass
 class _Block:
-    """A block of each row, during descent.
+    """State of a block of each row during descent.
 
     Attributes:
-        codes: the levels that codes stand for, float32 [columns, rows].
+        codes: the levels of codes, float32 [columns, rows].
         scale, base: float16 [rows]; no base: 0.
-        error, slope: [columns, rows], of the weights, and half the loss's gradient.
+        error, slope: [columns, rows], the weights' errors, and half the loss's gradient.
         H: [columns, columns].
         free: [columns, rows], 1 for weights that may change.
     """
@@ -411,7 +412,7 @@ class _Block:
     format: QuantFormat
 
     def fit(self) -> None:
-        """The best scale and base for the codes, if they are better as stored in fp16."""
+        """Fits scale and base to the codes; keeps the old ones if rounding to fp16 loses more."""
         q, free = self.codes * self.free, self.free
         Hq = matmul(self.H, q)
         qq, down = _dot(Hq, q), -_dot(self.slope, q)
@@ -420,9 +421,9 @@ class _Block:
             Hf = matmul(self.H, free)
             qf, ff, flat = _dot(Hq, free), _dot(Hf, free), -_dot(self.slope, free)
             det = qq * ff - qf * qf
-            some = det > 1e-6 * qq * ff
-            more = _ratio(down * ff - flat * qf, det, some)
-            lift = _ratio(qq * flat - qf * down, det, some)
+            solvable = det > 1e-6 * qq * ff
+            more = _ratio(down * ff - flat * qf, det, solvable)
+            lift = _ratio(qq * flat - qf * down, det, solvable)
         before = self.scale.astype(jnp.float32), self.base.astype(jnp.float32)
         scale, base = to_fp16(before[0] + more, jnp), to_fp16(before[1] + lift, jnp)
         wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
@@ -454,10 +455,10 @@ class _Block:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Column-wise dot product."""
+    """Computes column-wise dot products."""
     return jnp.sum(a * b, axis=0)
 
 
 def _ratio(above: Array, below: Array, where: Array) -> Array:
-    """The ratio, 0 where masked."""
+    """Divides; 0 where masked."""
     return jnp.where(where, above / jnp.where(where, below, 1), 0)

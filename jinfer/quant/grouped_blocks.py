@@ -10,9 +10,9 @@ numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
                          with two-level scales (`two_level_scales`)
 
-Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). What is lost
-is measured in steps, the distance between two levels; where that is too much, or groups are of
-other sizes, weights are decoded instead.
+Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). The loss is
+measured in steps, the distance between two levels; if it is too large, or groups have other sizes,
+weights are decoded instead.
 """
 
 from __future__ import annotations

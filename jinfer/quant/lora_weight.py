@@ -1,4 +1,4 @@
-"""LoRA beside a matrix: weight + b a, whose low-rank term is never added to the weight.
+"""LoRA weight: weight + b a, whose low-rank term is never added to the weight.
 
 Hu et al. 2021, arXiv 2106.09685; with a quantized weight QLoRA, arXiv 2305.14314.
 """
@@ -39,12 +39,12 @@ class LowRankSum:
         return tuple(self.weight.shape)
 
     def __getitem__(self, index: Any) -> LowRankSum:
-        """The tensor itself for `...`, as Flax reads parameters."""
+        """Returns the tensor itself for `...`, as Flax reads parameters."""
         if index is not Ellipsis:
             raise IndexError("a matrix of a stack is chosen where it is multiplied")
         return self
 
     def term(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """x a^T b^T in float32; of a single matrix, not of a stack."""
+        """Computes x a^T b^T in float32, for a single matrix, not a stack."""
         a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
         return matmul(matmul(x.astype(jnp.float32), a.T), b.T)

@@ -25,7 +25,7 @@ _CHUNK = 1 << 20  # weights at a time
 def find_outliers(
     values: np.ndarray, format: QuantFormat, count: int, importance: np.ndarray | None = None
 ) -> np.ndarray:
-    """The outliers: bool [outputs, inputs], true at most `count` times.
+    """Selects at most `count` outliers: bool [outputs, inputs].
 
     Args:
         values: float32 [outputs, inputs].
@@ -35,7 +35,7 @@ def find_outliers(
     if count == 0:
         return chosen
     inputs, block = values.shape[-1], format.block
-    # One value per block, because the whole block gains.
+    # One importance per block, because a removal improves the whole block.
     weights = np.ones(-(-inputs // block), np.float32)
     if importance is not None:
         filled = split_into_blocks(importance.astype(np.float32), block)
@@ -53,11 +53,11 @@ def find_outliers(
     best = np.argpartition(flat, flat.size - count)[flat.size - count :]
     best = best[flat[best] > 0]
     rows, parts, _ = np.unravel_index(best, slopes.shape)
-    taken = np.zeros(slopes.shape[:2], np.int64)
-    np.add.at(taken, (rows, parts), 1)
+    counts = np.zeros(slopes.shape[:2], np.int64)
+    np.add.at(counts, (rows, parts), 1)
     blocks = split_into_blocks(values, block)
-    for k in range(1, int(taken.max(initial=0)) + 1):
-        rows, parts = np.nonzero(taken == k)
+    for k in range(1, int(counts.max(initial=0)) + 1):
+        rows, parts = np.nonzero(counts == k)
         columns = parts[:, None] * block + _extremes(blocks[rows, parts], k, format)
         real = columns < inputs
         chosen[np.broadcast_to(rows[:, None], real.shape)[real], columns[real]] = True
@@ -65,7 +65,7 @@ def find_outliers(
 
 
 def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np.ndarray:
-    """The matrix with outliers replaced by the mean of their block's other weights."""
+    """Replaces outliers by the mean of their block's other weights."""
     if not outliers.any():
         return values
     kept, parts = ~split_into_blocks(outliers, block), split_into_blocks(values, block)
@@ -75,20 +75,23 @@ def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np
 
 
 def _slopes(blocks: np.ndarray, format: QuantFormat) -> np.ndarray:
-    """What the k-th weight removed from each block adds to its gain: [..., blocks, k], falling."""
-    most = min(_MOST, format.block // 2)
+    """Returns the gain of removing the k-th weight of each block: [..., blocks, k], falling."""
+    max_outliers = min(_MOST, format.block // 2)
     if format.symmetric:
         magnitudes = np.sort(np.abs(blocks), axis=-1)[..., ::-1]
-        left = magnitudes[..., : most + 1] * np.float32(2)
+        left = magnitudes[..., : max_outliers + 1] * np.float32(2)
     else:
         ordered = np.sort(blocks, axis=-1)
-        each = [_ranges(ordered, k).min(axis=-1) for k in range(most + 1)]
+        each = [_ranges(ordered, k).min(axis=-1) for k in range(max_outliers + 1)]
         left = np.stack(each, axis=-1)
     gain = left[..., :1] ** 2 - left**2
-    slopes = np.empty((*gain.shape[:-1], most), np.float32)
-    for k in range(1, most + 1):
+    slopes = np.empty((*gain.shape[:-1], max_outliers), np.float32)
+    for k in range(1, max_outliers + 1):
         steepest = [
-            np.max([(gain[..., b] - gain[..., a]) / (b - a) for b in range(k, most + 1)], axis=0)
+            np.max(
+                [(gain[..., b] - gain[..., a]) / (b - a) for b in range(k, max_outliers + 1)],
+                axis=0,
+            )
             for a in range(k)
         ]
         slopes[..., k - 1] = np.min(steepest, axis=0)
@@ -96,20 +99,20 @@ def _slopes(blocks: np.ndarray, format: QuantFormat) -> np.ndarray:
 
 
 def _ranges(ordered: np.ndarray, k: int) -> np.ndarray:
-    """The range without k weights, the l lowest and the k - l highest: [..., l], l <= k."""
+    """Returns the range without the l lowest and the k - l highest weights: [..., l], l <= k."""
     lowest = np.arange(k + 1)
     return ordered[..., lowest - k - 1] - ordered[..., lowest]
 
 
 def _extremes(blocks: np.ndarray, k: int, format: QuantFormat) -> np.ndarray:
-    """The k weights whose removal minimizes the range of each block: [n, block] -> [n, k]."""
+    """Finds the k weights whose removal minimizes each block's range: [n, block] -> [n, k]."""
     if format.symmetric:
         return np.argsort(-np.abs(blocks), axis=-1, kind="stable")[:, :k]
     order = np.argsort(blocks, axis=-1, kind="stable")
     lowest = _ranges(np.take_along_axis(blocks, order, axis=-1), k).argmin(axis=-1)
     # The k - l highest and the l lowest are adjacent in cyclic order.
-    places = lowest[:, None] - k + np.arange(k)
-    return np.take_along_axis(order, places % blocks.shape[-1], axis=-1)
+    indices = lowest[:, None] - k + np.arange(k)
+    return np.take_along_axis(order, indices % blocks.shape[-1], axis=-1)
 
 
 # "rtn" rounds to nearest; "mse" minimizes each block's squared error, weighted by `importance` if
@@ -133,8 +136,8 @@ def quantize(
         method: how codes, scales and bases are chosen.
         importance: weight of each input's squared error, for "mse": the mean square of the
             layer's inputs (imatrix). [inputs], or one for each matrix of the stack.
-        hessian: X^T X of the layer's inputs, for "gptq" (GPTQ): [inputs, inputs], or one for
-            each matrix of the stack.
+        hessian: X^T X of the layer's inputs, for "gptq": [inputs, inputs], or one for each matrix
+            of the stack.
         columns: see `from_codes`.
 
     Returns:
@@ -144,7 +147,7 @@ def quantize(
         ValueError: an unsupported format or method.
     """
     values = _values(weight, format, method, hessian)
-    if format == F16_AS_INT:  # nothing is chosen
+    if format == F16_AS_INT:  # scales follow from the values
         blocks = values.reshape(*values.shape[:-1], -1, format.block)
         integers, scales = quantize_f16(blocks)
         codes = (integers.astype(np.int32) + format.zero).astype(np.uint16)
@@ -186,8 +189,8 @@ def quantize_with_outliers(
         parts.append(part)
         blocks = dequantize(part.codes, part.scale, part.base, format)
         missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
-        wanted = matrix if part.moved is None else part.moved
-        sparse.append(to_sparse(wanted - missing, kept, count))
+        target = matrix if part.moved is None else part.moved
+        sparse.append(to_sparse(target - missing, kept, count))
     outliers = jax.tree.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
     return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
 
@@ -237,7 +240,7 @@ def _choose(
 
 
 def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | None) -> np.ndarray:
-    """The matrix in float32. Raises `ValueError`."""
+    """Converts the matrix to float32. Raises `ValueError`."""
     if not format.can_be_requested:
         raise ValueError(
             f"{format} cannot be quantized to: its blocks are only read from files; "
@@ -250,11 +253,11 @@ def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | Non
     return np.asarray(weight, np.float32)
 
 
-def _of(given: Any | None, index: tuple[int, ...], axes: int) -> np.ndarray | None:
-    """The importance or Hessian of one matrix of a stack, given for all or for each."""
-    if given is None:
+def _of(statistics: Any | None, index: tuple[int, ...], axes: int) -> np.ndarray | None:
+    """Returns the importance or Hessian of one matrix of a stack, shared or its own."""
+    if statistics is None:
         return None
-    array = np.asarray(given)
+    array = np.asarray(statistics)
     return array if array.ndim == axes else array[index]
 
 
@@ -262,8 +265,8 @@ def _packed(
     parts: list[_QuantizedMatrix], shape: tuple[int, ...], format: QuantFormat, columns: int | None
 ) -> QuantizedTensor:
     stack = shape[:-2]
-    one = len(parts) == 1  # the usual case, and the largest matrices: no copy
-    codes = parts[0].codes[None] if one else np.stack([part.codes for part in parts])
+    single = len(parts) == 1  # the usual case, and the largest matrices: no copy
+    codes = parts[0].codes[None] if single else np.stack([part.codes for part in parts])
     codes = codes.reshape(*stack, shape[-2], -1)[..., : shape[-1]]
     numbers = [
         np.stack([part.scale] if part.base is None else [part.scale, part.base], axis=-1)

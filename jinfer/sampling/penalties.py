@@ -1,4 +1,4 @@
-"""Penalties and rules: what is added to logits, by the request or by the tokens so far."""
+"""Penalties, DRY, and rules: changes of logits by the request or by the tokens so far."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
 type Logits = Float[Array, "rows vocab"]
-type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written
+type _Counts = tuple[Array, Array]  # whether a token occurred, and how often in the answer
 
 
 def rules(x: Logits, context: StageContext) -> Logits:
     """Adds `logit_bias`, and forbids bad words, banned tokens and an end before `min_tokens`.
 
-    Of a bad word the last token is forbidden where its others are the last of the sequence.
+    A bad word's last token is forbidden if its other tokens end the sequence.
     """
     metadata = context.metadata
     recent = context.history.back(np.arange(MAX_BAD_LENGTH - 1, 0, -1, dtype=np.int32))
@@ -39,10 +39,10 @@ def rules(x: Logits, context: StageContext) -> Logits:
 
 
 def penalties(x: Logits, context: StageContext) -> Logits:
-    """Lowers the logits of tokens that the sequence has.
+    """Lowers the logits of tokens that occur in the sequence.
 
-    The repetition penalty (arXiv 1909.05858) looks at prompt and answer, the presence and
-    frequency penalties at the answer alone, as vLLM has it; all at the last `penalty_last_n`.
+    The repetition penalty (arXiv 1909.05858) counts prompt and answer, the presence and frequency
+    penalties the answer alone, as in vLLM; all within the last `penalty_last_n` tokens.
     """
     metadata, history = context.metadata, context.history
     window = metadata.column("penalty_last_n")
@@ -78,8 +78,8 @@ def masked(
     return jnp.where(allowed | ~rows[:, None], x, -jnp.inf)
 
 
-# Longer repetitions count as this long: at the usual base 1.75 that is 1e31 times the multiplier.
-# A text of one repeated token would else be compared with itself at all lengths.
+# Maximum counted length of a repetition: at the usual base 1.75 it gives 1e31 times the multiplier.
+# Without it a text of one repeated token would be compared with itself at all lengths.
 MAX_MATCH = 128
 _MOST = 1e30  # finite, so that a penalized token is still likelier than a forbidden one
 
@@ -110,7 +110,7 @@ def dry(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "r
 
 
 def _end(history: History, start: Array, breaks: Bool[Array, "rows vocab"]) -> Array:
-    """The last tokens of each row, latest first; -2 from the first that ends every match."""
+    """Returns each row's last tokens, latest first; -2 from the first that ends every match."""
     back = np.arange(1, MAX_MATCH + 1, dtype=np.int32)
     tokens = history.back(back)
     places = history.lengths[:, None] - jnp.asarray(back)[None]
@@ -124,7 +124,7 @@ def _end(history: History, start: Array, breaks: Bool[Array, "rows vocab"]) -> A
 def _matches(
     history: History, positions: Int[Array, "rows block"], start: Array, end: Array
 ) -> Int[Array, "rows block"]:
-    """How many tokens before each position equal the last ones of the sequence."""
+    """Counts the tokens before each position that equal the last tokens of the sequence."""
 
     def more(state: tuple[Array, Array, Array]) -> Array:
         length, alive, _ = state
@@ -133,8 +133,8 @@ def _matches(
     def compare(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         length, alive, matched = state
         places = positions - 1 - length
-        wanted = lax.dynamic_slice_in_dim(end, length, 1, axis=1)
-        alive = alive & (history.at(places) == wanted) & (places >= start[:, None])
+        expected = lax.dynamic_slice_in_dim(end, length, 1, axis=1)
+        alive = alive & (history.at(places) == expected) & (places >= start[:, None])
         return length + 1, alive, matched + alive.astype(jnp.int32)
 
     alive = (positions < history.lengths[:, None]) & (end[:, :1] >= 0)

@@ -1,4 +1,4 @@
-"""Sampler chain: which stages a request runs, in which order, and the programs that have them."""
+"""Sampler chain: a request's stages in their order, and the programs that support them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACTIVE = {stage.name: stage.active for stage in TABLE}
 
 
 def chain(params: SamplingParams) -> tuple[str, ...]:
-    """The stages that a request needs, in its order, without those that would change nothing."""
+    """Returns the stages that a request needs, in its order, without ineffective stages."""
     names = params.samplers or SAMPLERS
     if params.strategy in ("fsd", "random_fsd"):
         # FSD leaves one token; where random FSD draws instead, the filters after it apply.
@@ -30,10 +30,10 @@ def chain(params: SamplingParams) -> tuple[str, ...]:
 
 
 def stage_sets() -> tuple[tuple[str, ...], ...]:
-    """The stages of the programs that are compiled: the most used first, the last has all.
+    """Returns the stages of the compiled programs: the most used first, the last has all.
 
-    On a CPU the first has the stages that the custom call knows. A request that needs another one
-    has its batches sampled by XLA's operations.
+    On a CPU the first has the stages that the custom call supports. XLA's operations sample batches
+    with a request that needs another stage.
     """
     known = sampler_calls.layout().stages if sampler_calls.available() else COMMON
     first = tuple(name for name in STAGES if name in known)

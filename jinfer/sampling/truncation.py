@@ -1,7 +1,9 @@
-"""Truncation samplers (top-k, top-p, min-p, ...): each returns logits with -inf for what it drops.
+"""Temperature and truncation samplers (top-k, top-p, min-p, mirostat, ...); dropped: -inf.
 
-All keep every token that equals the last one kept, so no order among equals is needed; only
-tail-free sampling sorts.
+All keep every token that equals the last kept token, so ties need no order. Thresholds are found
+without a sort, by bisection over the bits of the numbers: 32 sums over the vocabulary, which
+XLA:CPU computes several times faster than a sort. On a GPU kernels find them, four bits at once
+(`kernels_pallas.topk_threshold`). Only tail-free sampling sorts.
 """
 
 from __future__ import annotations
@@ -21,20 +23,19 @@ from jinfer.sampling.stages import STAGES
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
-_COLDEST = 1e-37  # below it float32 has only a few numbers left
+_COLDEST = 1e-37  # minimum: float32 has few numbers below
 
 
 def temperature(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
-    """Divides logits, less the greatest, by the temperature."""
+    """Divides logits, minus the greatest, by the temperature."""
     return _divided(x, context.metadata.column("scale"))
 
 
 def dynatemp(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
     """Dynamic temperature (llama.cpp's `temp_ext`).
 
-    From scale - range, for a distribution of no entropy, to scale + range, for one that is flat
-    over the tokens there are; between them it follows the entropy's share of the greatest, to the
-    power of the exponent.
+    It rises from scale - range at entropy 0 to scale + range for a flat distribution; between them
+    it follows entropy / maximum entropy, to the power of the exponent.
     """
     scale, spread = context.metadata.column("scale"), context.metadata.column("dynatemp_range")
     count = jnp.sum(x > -jnp.inf, axis=-1, dtype=jnp.float32)
@@ -47,13 +48,13 @@ def dynatemp(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Arra
 
 
 def _divided(x: Float[Array, "rows vocab"], scale: Float[Array, " rows"]) -> Array:
-    # Below the likeliest, so that a tiny temperature leads to -inf and never to inf.
+    # Relative to the likeliest, so that a tiny temperature gives -inf and never inf.
     below = x - jnp.max(x, axis=-1, keepdims=True)
     return below / jnp.maximum(scale, _COLDEST)[:, None]
 
 
 def entropy(logprobs: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
-    """Entropy in nats; tokens without probability add nothing."""
+    """Computes the entropy in nats; tokens of probability 0 add nothing."""
     parts = jnp.exp(logprobs) * logprobs
     return -jnp.sum(jnp.where(logprobs > -jnp.inf, parts, 0.0), axis=-1)
 
@@ -64,7 +65,7 @@ _LEAST_MASS = 1e-30
 def top_values(
     x: Float[Array, "rows vocab"], count: Int[Array, " rows"]
 ) -> Bool[Array, "rows vocab"]:
-    """Which numbers are among the `count` greatest; all that equal the last of them are."""
+    """Marks the `count` greatest numbers, and all that equal the last of them."""
     order = ordered_bits(x)
     count = jnp.clip(count, 1, x.shape[-1])
     if reductions.has_mass_threshold():
@@ -82,12 +83,12 @@ def top_mass(
     weights: Float[Array, "rows vocab"],
     mass: Float[Array, " rows"],
 ) -> Bool[Array, "rows vocab"]:
-    """Which numbers are among the greatest that together have this mass.
+    """Marks the greatest numbers that together have this mass.
 
-    All that equal the last of them are, and the greatest with a weight always is.
+    Numbers equal to the last are marked too, and the greatest with a weight always is.
     """
     order = ordered_bits(x)
-    # Without a bound a tiny mass would keep not even the first.
+    # Without a minimum a tiny mass would keep no token.
     mass = jnp.maximum(mass, _LEAST_MASS)
     if reductions.has_mass_threshold():
         return order >= reductions.mass_threshold(order, weights, mass)[:, None]
@@ -103,7 +104,7 @@ def bisect_max(
     shape: tuple[int, ...],
     bits: int = 32,
 ) -> UInt[Array, " rows"]:
-    """The largest integer for which a monotonic condition holds; it holds for 0."""
+    """Finds the largest integer for which a monotonic condition holds; it holds for 0."""
 
     def try_bit(i: Array, so_far: Array) -> Array:
         higher = so_far | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
@@ -113,7 +114,7 @@ def bisect_max(
 
 
 def ordered_bits(x: Float[Array, "rows vocab"]) -> UInt[Array, "rows vocab"]:
-    """Integers in the same order as the floats; 0 and -0 are the same."""
+    """Maps floats to integers of the same order; 0 and -0 are equal."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits & sign != 0, jnp.uint32(0) - bits, bits | sign)
@@ -124,10 +125,11 @@ _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to
 
 
 def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
-    """Log-probabilities, -inf for tokens of too much surprise; the likeliest always stays.
+    """Mirostat (arXiv 2007.14966): drops tokens of too much surprise; the likeliest always stays.
 
-    Version 2 drops what has more than mu bits of surprise. Version 1 keeps the k likeliest, where
-    k is the number whose mean surprise would be mu if the distribution followed Zipf's law.
+    Returns log-probabilities. Version 2 drops tokens of more than mu bits of surprise. Version 1
+    keeps the k likeliest, where k gives a mean surprise of mu if the distribution follows Zipf's
+    law.
     """
     mu, version = context.state.mu, context.metadata.column("mirostat")
     logprobs = jax.nn.log_softmax(x, axis=-1)
@@ -145,7 +147,7 @@ def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Arra
 def adapted_mu(
     metadata: SamplingMetadata, mu: Array, logprob: Float[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """Mu after a token of this log-probability, before the cut, in nats."""
+    """Returns mu after a token of this log-probability before truncation, in nats."""
     error = -logprob / _LN2 - metadata.column("mirostat_tau")
     return jnp.where(
         metadata.column("mirostat") > 0, mu - metadata.column("mirostat_eta") * error, mu
@@ -153,7 +155,7 @@ def adapted_mu(
 
 
 def _zipf_k(logprobs: Float[Array, "rows vocab"], mu: Array) -> Int[Array, " rows"]:
-    """k = (e 2^mu / (1 - vocab^-e)) ^ (1/s), where s is fitted to the likeliest and e = s - 1."""
+    """Computes k = (e 2^mu / (1 - vocab^-e)) ^ (1/s), s fitted to the likeliest, e = s - 1."""
     vocab = logprobs.shape[-1]
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, _ = lax.optimization_barrier(lax.top_k(logprobs, min(_FITTED, vocab)))
@@ -174,7 +176,7 @@ type Logits = Float[Array, "rows vocab"]
 
 
 def top_k_top_p(x: Logits, context: StageContext) -> Logits:
-    """top_k, top_p and typical_p: the first tokens by some order that reach some mass.
+    """Keeps the first tokens by some order that reach some mass: top_k, top_p, typical_p.
 
     top_k (arXiv 1805.04833): the likeliest, that many. top_p (arXiv 1904.09751): the
     likeliest, of this probability. typical_p (arXiv 2202.00666): those whose surprise is nearest
@@ -192,13 +194,13 @@ def top_k_top_p(x: Logits, context: StageContext) -> Logits:
 
 
 def _surprise(x: Logits) -> tuple[Array, Array]:
-    """The negative distance of each token's surprise from the expected one, and its probability."""
+    """Returns each token's negative distance from the expected surprise, and its probability."""
     logprobs = jax.nn.log_softmax(x, axis=-1)
     return -jnp.abs(logprobs + entropy(logprobs)[:, None]), jnp.exp(logprobs)
 
 
 def min_p_top_a(x: Logits, context: StageContext) -> Logits:
-    """min_p and top_a: the tokens of at least a probability that depends on the greatest, p.
+    """Keeps tokens of at least a probability that depends on the greatest, p: min_p, top_a.
 
     min_p (arXiv 2407.01082): min_p * p. top_a (BlinkDL, 2022): top_a * p^2.
     """
@@ -220,24 +222,23 @@ def tfs_z(x: Logits, context: StageContext) -> Logits:
     p = jax.nn.softmax(ordered, axis=-1)
     slope = p[:, :-1] - p[:, 1:]
     curve = jnp.abs(slope[:, :-1] - slope[:, 1:])
-    most = context.metadata.column("tfs_z") * jnp.sum(curve, axis=-1)
+    mass_limit = context.metadata.column("tfs_z") * jnp.sum(curve, axis=-1)
     place = jnp.arange(curve.shape[-1], dtype=jnp.uint32)[None]
 
     def within(count: Array) -> Array:
         first = jnp.where(place < count[:, None], curve, 0.0)
-        return jnp.sum(first, axis=-1) <= most
+        return jnp.sum(first, axis=-1) <= mass_limit
 
     bits = max(1, x.shape[-1].bit_length())
-    last = jnp.minimum(bisect_max(within, most.shape, bits), jnp.uint32(x.shape[-1] - 1))
+    last = jnp.minimum(bisect_max(within, mass_limit.shape, bits), jnp.uint32(x.shape[-1] - 1))
     least = jnp.take_along_axis(ordered, last[:, None].astype(jnp.int32), axis=-1)
     return _keep(x, x >= least)
 
 
 def top_n_sigma(x: Logits, context: StageContext) -> Logits:
-    """Logits at most n standard deviations below the greatest (arXiv 2411.07641).
+    """Keeps logits at most n standard deviations below the greatest (arXiv 2411.07641).
 
-    The deviation is that of the tokens not dropped yet. A temperature, before or after, changes
-    nothing.
+    The deviation is that of the tokens not dropped yet. It is invariant to temperature.
     """
     finite = x > -jnp.inf
     count = jnp.sum(finite, axis=-1, keepdims=True, dtype=jnp.float32)
@@ -248,7 +249,7 @@ def top_n_sigma(x: Logits, context: StageContext) -> Logits:
 
 
 def xtc(x: Logits, context: StageContext) -> Logits:
-    """XTC, exclude top choices (p-e-w, 2024): at times only the least likely of the likely tokens.
+    """XTC, exclude top choices (p-e-w, 2024): at times drops likely tokens but the least likely.
 
     With the probability `xtc_probability` all tokens of at least `xtc_threshold` are dropped but
     the least likely of them.
@@ -256,14 +257,14 @@ def xtc(x: Logits, context: StageContext) -> Logits:
     u = uniform(context.metadata.key, context.state.drawn, "xtc")
     now = u < context.metadata.column("xtc_probability")
     p = jax.nn.softmax(x, axis=-1)
-    # What was dropped before is not likely, even where the threshold is 0.
+    # Dropped tokens are not likely, even if the threshold is 0.
     likely = (p >= context.metadata.column("xtc_threshold")[:, None]) & (x > -jnp.inf)
     least = jnp.min(jnp.where(likely, p, jnp.inf), axis=-1, keepdims=True)
     return _keep(x, ~likely | (p <= least) | ~now[:, None])
 
 
 def _weights(x: Logits) -> Float[Array, "rows vocab"]:
-    """Probabilities in units of the greatest."""
+    """Computes probabilities in units of the greatest."""
     return jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def expert_tiles(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
-    """The expert of each tile of at most `size` rows, its first row, and its number of rows.
+    """Returns the expert of each tile of at most `size` rows, its first row and number of rows.
 
     There are as many tiles as any distribution over experts needs; unused ones have no rows.
 
@@ -37,7 +37,7 @@ def expert_tiles(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int
     in_tiles = -(-sizes // size)
     ends = jnp.cumsum(in_tiles, dtype=jnp.int32)
     tile = lax.iota(jnp.int32, min(rows, rows // size + count))
-    # Compared with all: a search would be a loop of kernels on a GPU.
+    # Comparisons with all offsets: a search would be a loop of kernels on a GPU.
     expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, count - 1)
     before = (tile - (ends - in_tiles)[expert]) * size
@@ -56,12 +56,12 @@ def grouped_quantized_matmul(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """Each row times the transpose of its expert's matrix, in float32; x is rounded as by `matmul`.
+    """Multiplies each row by its expert's matrix, transposed, in float32; rounds x as `matmul`.
 
     Args:
         offsets: int32; rows offsets[i] .. offsets[i + 1] - 1 use matrix i; others are undefined.
         matrices: stacks [*stack, experts] of the same shape.
-        index: which of the (flattened) leading stacks.
+        index: index of the (flattened) leading stacks.
         gated, interpret: see `matmul`.
         backend: "xla" dequantizes the matrices of all experts to memory.
 
@@ -99,7 +99,7 @@ def grouped_quantized_matmul(
 def _grouped_xla(
     x: Array, offsets: Array, matrices: Sequence[PackedMatrix], first: Array
 ) -> tuple[Array, ...]:
-    """In plain XLA, with the matrices of all experts dequantized to fp16 in memory."""
+    """Computes it in plain XLA, with the matrices of all experts dequantized to fp16 in memory."""
     x16, factors = round_rows(x)
     results = []
     for matrix in matrices:
@@ -120,7 +120,7 @@ def _grouped_xla(
     return tuple(results)
 
 
-_LEAST, _MOST_ROWS = 16, 64  # of a tile: the least tensor cores take, the most registers hold
+_LEAST, _MOST_ROWS = 16, 64  # rows of a tile: limits of tensor cores and registers
 _OUTPUTS = 64  # of a tile
 _BYTES = 128  # read at once from each row of a tile
 
@@ -139,7 +139,7 @@ def grouped_dense_matmul(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "rows outputs"]:
-    """Each row times the transpose of its expert's matrix, in float32.
+    """Multiplies each row by its expert's matrix, transposed, in float32.
 
     Operands have x's type if the matrices have it too, otherwise full float32.
 
@@ -172,13 +172,13 @@ def grouped_dense_matmul(
 
 
 def _sizes(matrices: Any, transposed: bool) -> tuple[int, int, int]:
-    """Experts, outputs and inputs."""
+    """Returns experts, outputs and inputs."""
     experts, outputs, inputs = matrices.shape
     return (experts, inputs, outputs) if transposed else (experts, outputs, inputs)
 
 
 def _step(matrices: Array, inputs: int) -> int:
-    """Inputs read at once: a power of two that divides all."""
+    """Returns the inputs read at once: a power of two that divides all."""
     return int(min(_BYTES // matrices.dtype.itemsize, inputs & -inputs))
 
 

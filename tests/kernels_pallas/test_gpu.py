@@ -196,7 +196,7 @@ def test_attention_over_other_values(kinds: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runs", [DECODING, MIXED, PROMPTS], ids=["one", "mixed", "prompts"])
 @pytest.mark.parametrize("heads", [(4, 1), (32, 8)])
-def test_the_same_bits_in_any_company(kind: str, runs: Any, heads: tuple[int, int]) -> None:
+def test_results_are_batch_invariant(kind: str, runs: Any, heads: tuple[int, int]) -> None:
     """By tiles of other sizes, in programs of one split or of all."""
     case = Case((kind, kind), runs, dims=(128, 128), heads=heads, rows=4, **LONG)
     case.check_alone(interpret=False, every=37)

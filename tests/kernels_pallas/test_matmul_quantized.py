@@ -34,13 +34,13 @@ FORMATS = [
 ALL = [QuantFormat(w, b, s) for w, b, s in product(WIDTHS, (32, 64, 128), (False, True))]
 
 
-def test_codes_stand_where_they_are_packed() -> None:
+def test_codes_are_at_their_packed_positions() -> None:
     assert {
         bits: list(pieces) for bits, pieces in bit_packing.PIECES.items()
     } == weight_layout.PIECES
 
 
-def test_pairs_are_taken_apart_exactly() -> None:
+def test_pairs_are_split_exactly() -> None:
     v = np.arange(121)
     f = on_device(1 + v / 128, jnp.float16)[None]
     one = unpack.ScaleAndBase(jnp.ones_like(f), jnp.zeros_like(f))

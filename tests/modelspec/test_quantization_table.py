@@ -1,6 +1,7 @@
 """Names of quantization methods: earlier words are translated, with a line in the log."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from jinfer.modelspec.quantization_table import read_quantization
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_values import SpecValues
 
-VALUES = SpecValues("x.toml", {}, {}.__getitem__, lambda _: False)
+VALUES = SpecValues("x.toml", {}, dict[str, Any]().__getitem__, lambda _: False)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_parts_have_the_names_of_their_modules() -> None:
         def applied(self, value: Any) -> Any:
             return value * 2
 
-        def taken(self, rows: Any) -> Any:
+        def select_rows(self, rows: Any) -> Any:
             return self
 
     def module(given: list[Any]) -> Any:

@@ -48,7 +48,7 @@ def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["called", "grouped", "masked"])
-def test_each_row_has_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_uses_its_own_adapter(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(way, monkeypatch)
     x = RNG.normal(size=(len(ROWS), INPUTS)).astype(np.float32)
     y = np.where(RNG.random((len(ROWS), OUTPUTS)) < 0.5, np.float32(-0.0), np.float32(1.5))

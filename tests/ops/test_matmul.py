@@ -56,7 +56,7 @@ def test_linear(dtype: DTypeLike, tolerance: float, rows: tuple[int, ...], biase
     assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=1e-5)
 
 
-def test_sums_are_not_rounded_on_the_way() -> None:
+def test_sums_are_accumulated_in_float32() -> None:
     """512 + 1 + ... + 1 is 512 to whoever adds in bfloat16."""
     x = jnp.ones(513, jnp.bfloat16)
     weight = jnp.concatenate([jnp.full(1, 512, jnp.bfloat16), jnp.ones(512, jnp.bfloat16)])
@@ -87,7 +87,7 @@ def test_weights_of_16_bits_are_exact(narrow: DTypeLike, rows: tuple[int, ...]) 
 
 @both_ways
 @pytest.mark.parametrize("narrow", NARROW)
-def test_one_of_a_stack(narrow: DTypeLike) -> None:
+def test_one_matrix_of_a_stack(narrow: DTypeLike) -> None:
     x, stack, biases = random(1, 5, 40), random(2, 3, 20, 40, dtype=narrow), random(3, 3, 20)
     for index in range(3):
         got = linear_of_stack(x, stack, biases, jnp.int32(index))

@@ -52,7 +52,7 @@ def test_the_loss_falls(name: str, from_nearest: bool, way: Any) -> None:
 
 @pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q4_b128"])
 @pytest.mark.parametrize("share", [0.0, 0.05])
-def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
+def test_result_equals_the_reference(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < share
@@ -92,7 +92,7 @@ def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_kept_exactly_stays(way: Any) -> None:
+def test_exact_outliers_are_unchanged(way: Any) -> None:
     (weight, x), format = correlated(2), parse_format("q3")
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < 0.05
@@ -119,7 +119,7 @@ def test_constant_weights_stay(way: Any) -> None:
     np.testing.assert_array_equal(dequantize(codes, scale, base, format), blocks)
 
 
-def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight, x), format = correlated(4), parse_format("q4")
     H = (x.T @ x).astype(np.float64)
     whole = quantize(weight, format, method="gptq", hessian=H)

@@ -56,7 +56,7 @@ TABLES = {"q2_b64_nl": 0.3250, "q3_b64_nl": 0.1646, "q4_nl": 0.0730, "q4_b64_nl"
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_lose_less_than_even_levels_of_the_same_bits(name: str) -> None:
+def test_codebooks_lose_less_than_even_levels_of_the_same_bits(name: str) -> None:
     assert error(name, "mse") == pytest.approx(TABLES[name], rel=0.01)
     assert error(name, "mse") < 0.95 * error(name.replace("_nl", "_sym"), "mse")
 
@@ -79,5 +79,5 @@ def test_rounding_loses_what_theory_says(name: str, kind: str, block: int) -> No
 
 @pytest.mark.parametrize("name", ["q2", "q3", "q3.5"])
 @pytest.mark.parametrize("kind", ["normal", "real"])
-def test_searching_gains(name: str, kind: str) -> None:
+def test_scale_search_lowers_the_error(name: str, kind: str) -> None:
     assert error(name, "mse", kind) < 0.92 * error(name, "rtn", kind)

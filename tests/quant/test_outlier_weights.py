@@ -47,7 +47,7 @@ def test_error_falls_and_outliers_are_exact(name: str, method: Method) -> None:
     assert few.nbytes - rest == 12 * outlier_count(values.shape, 0.001) == 12 * 60
 
 
-def test_with_feedback() -> None:
+def test_outliers_with_gptq() -> None:
     values, format = heavy((64, 96)), parse_format("q3")
     rng = np.random.default_rng(1)
     x = rng.normal(size=(500, 96)) @ rng.normal(size=(96, 96))
@@ -62,7 +62,7 @@ def test_with_feedback() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_those_are_chosen_that_gain_most(symmetric: bool) -> None:
+def test_outliers_with_the_largest_gain_are_chosen(symmetric: bool) -> None:
     """Every way to take 2 weights of two blocks of 8 is tried."""
     format = parse_format("q4_sym" if symmetric else "q4")
     for seed in range(30):
@@ -87,7 +87,7 @@ def test_those_are_chosen_that_gain_most(symmetric: bool) -> None:
         assert mine <= best + 0.5 * (none - best)
 
 
-def test_importance_decides() -> None:
+def test_importance_changes_the_choice() -> None:
     values, format = heavy((100, 64)), parse_format("q4")
     importance = np.concatenate([np.ones(32), np.full(32, 1e4)])
     chosen = find_outliers(values, format, 50, importance)
@@ -95,7 +95,7 @@ def test_importance_decides() -> None:
     assert not chosen[:, :32].any()
 
 
-def test_nothing_to_keep() -> None:
+def test_no_outliers() -> None:
     format = parse_format("q4")
     assert not find_outliers(np.ones((4, 40), np.float32), format, 10).any()
     assert not find_outliers(heavy((4, 40)), format, 0).any()
@@ -141,7 +141,7 @@ def test_product(rows: int) -> None:
     np.testing.assert_array_equal(taken, matrix[[[7, 49], [0, 7]]])
 
 
-def test_taken_rows() -> None:
+def test_embedding_lookup_of_rows() -> None:
     values = heavy((30, 64))
     tensor: OutlierTensor = jax.tree.map(
         on_device, quantize_with_outliers(values, parse_format("q6"), 0.02)

@@ -60,7 +60,7 @@ TWO_LEVEL = [
 
 
 @pytest.mark.parametrize("format", [*ALL, *TWO_LEVEL], ids=str)
-def test_memory_is_what_the_bits_say(format: QuantFormat) -> None:
+def test_memory_follows_from_the_bits(format: QuantFormat) -> None:
     shape = (3, 32, 2048)  # divides everything
     tensor = abstract(shape, format)
     assert tensor.shape == shape

@@ -78,7 +78,7 @@ def plain_search(x: np.ndarray, w: np.ndarray, levels: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["q2", "q3", "q3.5"])
-def test_near_the_best_there_is(name: str) -> None:
+def test_error_is_near_the_optimum(name: str) -> None:
     rng, format = np.random.default_rng(1), parse_format(name)
     values = rng.standard_normal((24, 32)).astype(np.float32)
     importance = rng.gamma(1.0, size=32)
@@ -87,7 +87,7 @@ def test_near_the_best_there_is(name: str) -> None:
     assert searched.sum() < 1.05 * sum(best) < 0.85 * rounded.sum()
 
 
-def test_importance_is_what_counts() -> None:
+def test_importance_weighs_errors() -> None:
     rng, format = np.random.default_rng(2), parse_format("q3")
     values = rng.standard_normal((64, 256)).astype(np.float32)
     importance = np.where(np.arange(256) % 8 == 0, 100.0, 1.0)

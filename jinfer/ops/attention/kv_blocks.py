@@ -1,7 +1,7 @@
 """KV cache blocks: copy-on-write, and blocks as rows of a buffer (prefix cache offload).
 
-A block of a group is spread over the pools of all its attentions. A row has all of it in one piece
-of memory, so that a transfer between device and host is one copy, however many layers there are.
+A block of a group is spread over the pools of all its attentions. A row holds the whole block
+contiguously, so a transfer between device and host is one copy for any number of layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def copy_blocks(
     targets: Int[Array, " copies"],
     count: Int[Array, ""],
 ) -> Sequence[Array]:
-    """The arrays with some blocks copied.
+    """Copies blocks of the arrays.
 
     Args:
         sources, targets: block ids, copied in order, so that a copy can itself be copied.
@@ -53,30 +53,30 @@ def copy_blocks_reference(
         block = lax.dynamic_index_in_dim(array, sources[i], keepdims=False)
         return lax.dynamic_update_index_in_dim(array, block, targets[i], 0)
 
-    def one(i: Array, arrays: Sequence[Array]) -> Sequence[Array]:
+    def copy_next(i: Array, arrays: Sequence[Array]) -> Sequence[Array]:
         return jax.tree.map(lambda array: copied(i, array), arrays)
 
-    return lax.fori_loop(0, count, one, list(arrays))
+    return lax.fori_loop(0, count, copy_next, list(arrays))
 
 
-# Group -> name of a number type -> [rows, numbers]: each row is a block of the group.
+# Group -> name of a dtype -> [rows, numbers]: each row is a block of the group.
 type BlockRows = dict[str, dict[str, Any]]
 
 
 def row_groups(shapes: CacheShapes) -> list[str]:
-    """The groups whose blocks become rows: all but an encoder's."""
+    """Returns the groups whose blocks become rows: all but the encoder's."""
     return sorted({shape.group for shape in shapes.values()} - {ENCODER})
 
 
 def _pools(shapes: CacheShapes, cache: Cache, group: str) -> tuple[list[Any], Any]:
-    """The arrays of a group, in the order in which a row has them, and the tree they make."""
+    """Returns the arrays of a group in their order in a row, and their tree structure."""
     named = {name: cache[name] for name in sorted(cache) if shapes[name].group == group}
     arrays, tree = jax.tree.flatten(named)
     return arrays, tree
 
 
 def abstract_rows(shapes: CacheShapes, cache: Cache, count: int) -> BlockRows:
-    """The shapes and types of `count` rows of each group.
+    """Returns the shapes and types of `count` rows of each group.
 
     Args:
         cache: abstract.
@@ -98,14 +98,14 @@ def abstract_rows(shapes: CacheShapes, cache: Cache, count: int) -> BlockRows:
 def gather_rows(
     shapes: CacheShapes, cache: Cache, ids: Mapping[str, Int[Array, " rows"]]
 ) -> BlockRows:
-    """Blocks of each group as rows; an id out of range gives an arbitrary block."""
+    """Copies blocks of each group to rows; an id out of range gives an arbitrary block."""
     rows: BlockRows = {}
     for group, blocks in ids.items():
         parts: dict[str, list[Array]] = {}
         for pool in _pools(shapes, cache, group)[0]:
             if pool.size:
-                taken = pool.at[blocks].get(mode="clip")
-                parts.setdefault(pool.dtype.name, []).append(taken.reshape(len(blocks), -1))
+                gathered = pool.at[blocks].get(mode="clip")
+                parts.setdefault(pool.dtype.name, []).append(gathered.reshape(len(blocks), -1))
         rows[group] = {name: jnp.concatenate(each, axis=1) for name, each in parts.items()}
     return rows
 
@@ -113,7 +113,7 @@ def gather_rows(
 def scatter_rows(
     shapes: CacheShapes, cache: Cache, rows: BlockRows, ids: Mapping[str, Int[Array, " rows"]]
 ) -> Cache:
-    """The cache with blocks from rows; those with a negative id are dropped."""
+    """Writes rows to blocks of the cache; rows with a negative id are dropped."""
     changed = dict(cache)
     for group, blocks in ids.items():
         arrays, tree = _pools(shapes, cache, group)
@@ -124,7 +124,7 @@ def scatter_rows(
                 begins[name] = begin + prod(pool.shape[1:])
                 part = rows[group][name][:, begin : begins[name]]
                 targets = jnp.where(blocks >= 0, blocks, pool.shape[0])
-                taken = part.reshape(len(blocks), *pool.shape[1:])
-                arrays[index] = pool.at[targets].set(taken, mode="drop")
+                written = part.reshape(len(blocks), *pool.shape[1:])
+                arrays[index] = pool.at[targets].set(written, mode="drop")
         changed |= jax.tree.unflatten(tree, arrays)
     return changed

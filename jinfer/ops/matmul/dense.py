@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def reads_16_bit_weights() -> bool:
-    """Whether 16-bit weights are multiplied with float32 as stored.
+    """Whether products of float32 rows read 16-bit weights as stored.
 
-    Custom calls do. XLA converts whole matrices first, all layers at once, so without custom calls
-    weights are widened when they are loaded, which costs no more memory.
+    Custom calls do. XLA first converts whole matrices, of all layers at once, so without custom
+    calls weights are widened at loading, which takes no more memory.
     """
     return has_cpu_calls()
 
@@ -46,7 +46,7 @@ _ALLOW_ROUNDING: ContextVar[bool] = ContextVar("rounded", default=False)
 
 @contextmanager
 def allow_bfloat16_rounding(may: bool) -> Iterator[None]:
-    """Code traced by this thread may round activations to bfloat16 where weights are bfloat16.
+    """Lets code traced by this thread round activations to bfloat16 where weights are bfloat16.
 
     It does so on CPUs where bfloat16 dot products have twice the throughput.
     """
@@ -85,12 +85,12 @@ def dense_matmul(
     activation: str = "none",
     transposed: bool = False,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """x @ weight.T for each weight, in float32.
+    """Computes x @ weight.T for each weight, in float32.
 
     The CPU custom call also serves float32 weights, for which it is as fast as XLA or faster.
 
     Args:
-        index: which matrix of each stack; the others are not read.
+        index: the matrix to use of each stack; the others are not read.
         offsets: grouped matmul: rows offsets[i] .. offsets[i + 1] - 1 use matrix i of a stack; the
             other rows of the result are undefined. Requires `supports_grouped_dense`.
         activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
@@ -103,8 +103,10 @@ def dense_matmul(
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
         which["transposed"] = transposed
         stored = [
-            cpu.ScaledMatrix(one.numbers, one.scales) if isinstance(one, ScaledTensor) else one
-            for one in weights
+            cpu.ScaledMatrix(weight.numbers, weight.scales)
+            if isinstance(weight, ScaledTensor)
+            else weight
+            for weight in weights
         ]
         results = cpu.dense_linear(rows, stored, rounded=allows_bfloat16_rounding(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
@@ -119,12 +121,12 @@ def dense_matmul(
         weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     each = []
-    for given in weights:
-        weight = given.dequantize() if isinstance(given, ScaledTensor) else given
+    for weight in weights:
+        weight = weight.dequantize() if isinstance(weight, ScaledTensor) else weight
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
-        both = x.astype(wide), weight.astype(wide)
-        product = partial(lax.dot_general, precision=matmul_precision(both[0]))
-        each.append(product(*both, contracted, preferred_element_type=jnp.float32))
+        operands = x.astype(wide), weight.astype(wide)
+        product = partial(lax.dot_general, precision=matmul_precision(operands[0]))
+        each.append(product(*operands, contracted, preferred_element_type=jnp.float32))
     return apply_activation(tuple(each), activation)
 
 
@@ -152,6 +154,6 @@ def matmul_per_head(
     rows, heads, inputs = x.shape
     sorted_by_head = x.astype(jnp.float32).swapaxes(0, 1).reshape(heads * rows, inputs)
     offsets = jnp.arange(heads + 1, dtype=jnp.int32) * rows
-    given: dict[str, Any] = {"offsets": offsets, "transposed": transposed, "part": part}
-    (y,) = cpu.dense_linear(sorted_by_head, [weight], **given)
+    options: dict[str, Any] = {"offsets": offsets, "transposed": transposed, "part": part}
+    (y,) = cpu.dense_linear(sorted_by_head, [weight], **options)
     return y.reshape(heads, rows, -1).swapaxes(0, 1)

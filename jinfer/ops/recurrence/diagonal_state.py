@@ -1,4 +1,4 @@
-"""Diagonal recurrence h = a h + b: the parallel form in XLA operations."""
+"""Diagonal recurrences h = a h + b: RG-LRU (arXiv 2402.19427), selective scan (Mamba-1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import Array, lax
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.activation import activate
 from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
-from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
+from jinfer.ops.recurrence.ragged_scan import ChunkStep, TokenStep, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs, is_first
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ def diagonal_states(
     log_decay: Float[Array, "size ..."],
     x: Float[Array, "size ..."],
 ) -> Float[Array, "size ..."]:
-    """The states after each token of a chunk, by an associative scan."""
+    """Computes the states after each token of a chunk by an associative scan."""
 
-    def combine(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
-        return one[0] * two[0], two[0] * one[1] + two[1]
+    def combine(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
 
     decays, sums = lax.associative_scan(combine, (jnp.exp(log_decay), x))
     return decays * before[None] + sums
@@ -44,9 +44,10 @@ def rg_lru(
     table: Float[Array, "slots width"],
     runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens width"], Float[Array, "slots width"]]:
-    """h = a h + sqrt(1 - a^2) (input_gate x) with log a = -8 recurrence_gate softplus(parameter).
+    """RG-LRU (arXiv 2402.19427), in float32: h = a h + sqrt(1 - a^2) (input_gate x).
 
-    The output is h; a sequence's first token is not scaled by the root. All float32.
+    log a = -8 recurrence_gate softplus(parameter). The output is h; a sequence's first token is not
+    scaled by the root.
 
     Args:
         input_gate, recurrence_gate: after their sigmoids.
@@ -99,7 +100,7 @@ def selective_scan(
     table: Float[Array, "slots states channels"],
     runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots states channels"]]:
-    """h = exp(dt a) h + b (dt x); the output is c h + d x. All float32.
+    """Selective scan (arXiv 2312.00752): h = exp(dt a) h + b (dt x), output c h + d x. All float32.
 
     Args:
         dt: step sizes, after softplus.
@@ -115,7 +116,7 @@ def selective_scan(
     return (y if d is None else y + d[None] * x), table
 
 
-def _forms(a: Array) -> tuple[Step, ChunkStep]:
+def _forms(a: Array) -> tuple[TokenStep, ChunkStep]:
     def step(state: Array, token: _Token) -> tuple[Array, Array]:
         x = token.b[:, None] * (token.dt * token.x)[None]
         after = jnp.exp(token.dt[None] * a) * state + x

@@ -42,7 +42,9 @@ def test_copies(function, count: int) -> None:  # type: ignore[no-untyped-def]
         ([0, 1], [1, 2], -1, "do not fit"),
     ],
 )
-def test_refusals(sources: list[int], targets: list[int], count: int, what: str) -> None:
+def test_invalid_copies_are_errors(
+    sources: list[int], targets: list[int], count: int, what: str
+) -> None:
     given = [on_device(each, jnp.int32) for each in (sources, targets, count)]
     with pytest.raises(Exception, match=what):
         jax.block_until_ready(copy_blocks([jnp.ones((4, 2))], *given))
@@ -52,7 +54,7 @@ def test_refusals(sources: list[int], targets: list[int], count: int, what: str)
     not build_library.available() or not Path("/proc/self/smaps_rollup").exists(),
     reason="no C++ compiler, or no figures from the system",
 )
-def test_memory_that_was_never_written_stays_uncommitted() -> None:
+def test_unwritten_memory_stays_uncommitted() -> None:
     """A copy of zeros onto zeros, as of the int8 keys that short texts do not have."""
 
     def committed() -> int:

@@ -26,7 +26,7 @@ def found(x: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 1000, 65_536, 65_537, 140_001])
-def test_the_first_of_equals(size: int) -> None:
+def test_first_index_of_equal_maxima(size: int) -> None:
     rng = np.random.default_rng(size)
     x = rng.integers(-3, 3, (50 if size < 2000 else 3, size)).astype(np.float32)
     x[0] = -np.inf
@@ -39,7 +39,7 @@ def test_the_first_of_equals(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 100, 5003, 140_001])
-def test_every_place_is_found(size: int) -> None:
+def test_maximum_at_every_index(size: int) -> None:
     rng = np.random.default_rng(size)
     places = np.unique(np.r_[0, size - 1, rng.integers(0, size, 20)])
     x = np.full((len(places), size), -np.inf, np.float32)
@@ -49,7 +49,7 @@ def test_every_place_is_found(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 300, 140_001])
-def test_what_is_no_number_gives_the_last_index(size: int) -> None:
+def test_nan_gives_the_last_index(size: int) -> None:
     x = np.random.default_rng(1).standard_normal((6, size)).astype(np.float32)
     for row, place in enumerate((0, 1, size // 2, size - 2, size - 1)):
         x[row, place] = np.nan
@@ -63,6 +63,6 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler here")
-def test_rows_of_nothing_are_refused() -> None:
+def test_empty_rows_are_an_error() -> None:
     with pytest.raises(Exception, match="empty or too long"):
         jax.block_until_ready(argmax(jnp.zeros((2, 0))))

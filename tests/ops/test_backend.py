@@ -17,7 +17,7 @@ LLAMA2 = str(ROOT / "tests" / "goldens" / "llama2")
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 @pytest.mark.parametrize("command", [["generate", LLAMA2, "--ids", "1"], ["quantize", LLAMA2, "o"]])
-def test_it_is_one_line(command: list[str], tmp_path: Path) -> None:
+def test_missing_platform_is_reported_in_one_line(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jinfer", *command],
         env={**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)},
@@ -39,7 +39,7 @@ def test_it_is_one_line(command: list[str], tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
-def test_what_is_said(
+def test_error_text_of_each_platform(
     asked: str, words: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

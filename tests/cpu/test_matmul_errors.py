@@ -67,7 +67,7 @@ def as_other(words: Any, shape: tuple[int, ...]) -> np.ndarray:
         ({"block": 128}, "do not fit"),
     ],
 )
-def test_a_matrix_that_does_not_fit(changes: dict[str, Any], what: str) -> None:
+def test_mismatched_matrix_is_an_error(changes: dict[str, Any], what: str) -> None:
     run([PLAIN], 320)
     with pytest.raises(Exception, match=what):
         run([replace(PLAIN, **changes)], 320)
@@ -81,18 +81,18 @@ def test_a_matrix_that_does_not_fit(changes: dict[str, Any], what: str) -> None:
         np.asarray(TWO_LEVEL.steps)[:, :1],
     ],
 )
-def test_steps_that_do_not_fit(steps: Any) -> None:
+def test_mismatched_steps_are_errors(steps: Any) -> None:
     run([TWO_LEVEL], 512)
     with pytest.raises(Exception, match="steps do not fit"):
         run([replace(TWO_LEVEL, steps=steps)], 512)
 
 
-def test_more_inputs_than_the_matrix_has() -> None:
+def test_too_many_inputs_are_an_error() -> None:
     with pytest.raises(Exception, match="do not fit"):
         run([PLAIN], 321)
 
 
-def test_gate_and_up_of_different_shapes() -> None:
+def test_gate_and_up_of_different_shapes_are_an_error() -> None:
     """Equal words, but fewer outputs of the one; and other words."""
     run([PLAIN, PLAIN], 320, "silu")
     other = coded(matrix(QuantFormat("4", symmetric=True), 64, 320))
@@ -114,7 +114,7 @@ def test_gate_and_up_of_different_shapes() -> None:
         ([np.ones((2, 3), np.float32)], {"activation": np.int64(1), "more": np.int64(0)}),
     ],
 )
-def test_arguments_or_attributes_that_a_handler_does_not_take(
+def test_unexpected_arguments_or_attributes_are_errors(
     args: list[np.ndarray], attributes: dict[str, Any]
 ) -> None:
     assert build_library.register("jinfer_activate")
@@ -128,7 +128,7 @@ def test_arguments_or_attributes_that_a_handler_does_not_take(
         jax.block_until_ready(both(np.ones((2, 3), np.float32), activation=np.int64(1)))
 
 
-def test_activations_of_another_rank() -> None:
+def test_activations_of_wrong_rank_are_an_error() -> None:
     assert build_library.register("jinfer_dense")
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3,), np.float32)])
     more = DENSE
@@ -137,7 +137,7 @@ def test_activations_of_another_rank() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 8), (3, 8, 1)])
-def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
+def test_result_of_wrong_shape_is_an_error(shape: tuple[int, ...]) -> None:
     assert build_library.register("jinfer_dense")
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct(shape, np.float32)])
     more = DENSE
@@ -146,7 +146,7 @@ def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("first", "taken"), [(-1, 2), (0, 9), (7, 2), (8, 1), (0, -1)])
-def test_a_part_that_is_not_there(first: int, taken: int) -> None:
+def test_part_outside_the_matrix_is_an_error(first: int, taken: int) -> None:
     assert build_library.register("jinfer_dense")
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3, 2), np.float32)])
     more = DENSE | {"first": np.int64(first), "taken": np.int64(taken)}

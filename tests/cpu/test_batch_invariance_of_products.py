@@ -80,7 +80,7 @@ counts_of_rows = st.tuples(
     inputs=st.integers(1, 1200),
     counts=counts_of_rows,
 )
-def test_quantized(
+def test_quantized_products_are_batch_invariant(
     format: QuantFormat,
     mode: Mode,
     gated: str,
@@ -110,7 +110,7 @@ def test_quantized(
     inputs=st.integers(1, 900),
     counts=counts_of_rows,
 )
-def test_plain(
+def test_plain_products_are_batch_invariant(
     type: str, of: str, gated: bool, outputs: int, inputs: int, counts: list[int]
 ) -> None:
     one, two = (on_device(random(outputs, inputs, seed=seed), type) for seed in (1, 2))
@@ -125,7 +125,7 @@ def test_plain(
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_every_format(format: QuantFormat) -> None:
+def test_every_format_is_batch_invariant(format: QuantFormat) -> None:
     """Few rows go straight from memory where more are multiplied with panels."""
     weight = matrix(format, 43, 776)
     check(partial(linear, weight=weight), random(600, 776), [*range(2, 13), 17, 200], seed=4)
@@ -138,7 +138,7 @@ def test_every_format(format: QuantFormat) -> None:
         pytest.param([*range(1, 71), *MANY], marks=pytest.mark.soak, id="all"),
     ],
 )
-def test_every_number_of_rows(counts: list[int]) -> None:
+def test_every_number_of_rows_is_batch_invariant(counts: list[int]) -> None:
     """From 1 to 70, where kernels for few and for many rows meet."""
     plain = on_device(random(150, 300), jnp.bfloat16)
     for format in (QuantFormat("4", symmetric=True), QuantFormat("5", 32, two_level=True)):
@@ -148,7 +148,7 @@ def test_every_number_of_rows(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("width", ["4", "8"])
-def test_outliers(width: Width) -> None:
+def test_outlier_tensors_are_batch_invariant(width: Width) -> None:
     inputs, outputs = 576, 130
     rounded = matrix(QuantFormat(width, symmetric=True), outputs, inputs)
     where = np.random.default_rng(5).random((outputs, inputs)) < 0.01
@@ -167,7 +167,7 @@ def test_outliers(width: Width) -> None:
         ),
     ],
 )
-def test_mixture_of_experts(type: str, fused: str) -> None:
+def test_mixture_of_experts_is_batch_invariant(type: str, fused: str) -> None:
     """Which experts other rows go to does not matter either."""
     count, hidden, width, top_k = 5, 96, 160, 3
 

@@ -11,7 +11,7 @@ NAMES = ["q2_nl", "q3_b64_nl", "q4_nl", "q4", "q3.5_sym", "q4_sym", "q8"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nearest(name: str) -> None:
+def test_nearest_levels_and_their_codes(name: str) -> None:
     format = parse_format(name)
     every = levels_of(np.arange(format.levels, dtype=np.uint8), format)
     x = np.random.default_rng(0).uniform(1.3 * every.min() - 2, 1.3 * every.max() + 2, 4000)

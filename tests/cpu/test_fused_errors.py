@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_invalid_programs_are_errors(name: str) -> None:
     what, refused = REFUSED[name]
     with pytest.raises(Exception, match=what):
         refused()
