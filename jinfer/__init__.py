@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from jinfer.engine.output.generation import Chunk, Completion, Usage
     from jinfer.engine.output.token_logprob import TokenLogprob
     from jinfer.engine.requests import EngineError, NotFiniteError, RequestError
+    from jinfer.loader.adapters.control_vectors import read_control_vector
     from jinfer.sampling.activation_edits import Edit, Steer
     from jinfer.sampling.sampling_params import SamplingParams
-    from jinfer.weights.control_vectors import read_control_vector
 
     __version__: str
 
@@ -33,7 +33,7 @@ _HOMES = {
     "TokenLogprob": "jinfer.engine.output.token_logprob",
     "Usage": "jinfer.engine.output.generation",
     "__version__": "jinfer.version",
-    "read_control_vector": "jinfer.weights.control_vectors",
+    "read_control_vector": "jinfer.loader.adapters.control_vectors",
 }
 
 __all__ = [

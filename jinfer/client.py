@@ -21,8 +21,8 @@ from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.cli.terminal.generate_flags import sampling
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
+from jinfer.template.chat_prompt import Message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

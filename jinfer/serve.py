@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinfer.distributed.job_config import JobConfig, find_job
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
 from jinfer.progress import task
 from jinfer.runtime.startup import gc_paused, importing
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from jinfer import LLM
-from jinfer.weights import quantized_cache
+from jinfer.loader.weights import quantized_cache
 
 ROOT = Path(__file__).parents[1]
 

@@ -206,11 +206,11 @@ def shared_programs() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _weights_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights that are kept for the next start are this run's: none of another version's."""
-    from jinfer.weights import cache_folder
+    from jinfer.loader.weights import quantized_cache
 
     folder = tmp_path_factory.mktemp("cache") / "weights"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_folder, "_place", lambda: folder)
+        patch.setattr(quantized_cache, "_place", lambda: folder)
         yield
 
 

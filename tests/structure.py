@@ -4,6 +4,7 @@ Every checker returns lines that name the offence.
 """
 
 import ast
+import collections
 import functools
 import graphlib
 import re
@@ -20,13 +21,13 @@ LEVELS = [
     {"markup", "progress", "runtime"},
     KERNELS,
     {"guard", "matmul_precision", "version"},
-    {"modelspec", "checkpoint", "tokenizer"},
+    {"modelspec", "tokenizer"},
     {"quant", "template"},
     {"ops"},
     {"nn"},
-    {"weights", "sampling"},
-    {"engine"},
-    {"opening", "parallel"},
+    {"sampling"},
+    {"engine", "loader"},
+    {"parallel"},
     {"distributed", "speculate"},
     {"api"},
     {"jinfer", "views"},
@@ -35,7 +36,7 @@ LEVELS = [
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Who has the plain references that stand beside kernels.
-USERS = {"ops", "quant", "tools"}
+USERS = {"loader", "ops", "quant", "tools"}
 
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
@@ -48,9 +49,9 @@ JAX_UNITS = {
     "distributed",
     "engine",
     "kernels_pallas",
+    "loader",
     "matmul_precision",
     "nn",
-    "opening",
     "ops",
     "parallel",
     "quant",
@@ -58,7 +59,6 @@ JAX_UNITS = {
     "sampling",
     "speculate",
     "tools",
-    "weights",
 }
 # Modules that read JAX's private parts, and why. Nothing replaces them.
 PRIVATE_JAX = {
@@ -76,9 +76,14 @@ MAX_LINES = 600
 LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
 
 MAX_FLOORS = 12
+MAX_FILES = 25  # modules in a folder of jinfer/server
+# Packages whose sub-folders import each other, and why.
+FOLDER_CIRCLES = {
+    "jinfer.engine": "offload copies blocks of the engine, which owns it",
+    "kernels_pallas": "ptx assembles the unpacking of codes, and matmul calls it",
+}
 # Folders in which a file of the same name has the same subject.
 MIRRORS = [
-    {"jinfer/server", "jinfer/server/schemas"},
     {"kernels_pallas/attention", "kernels_pallas/matmul"},  # triton, mosaic, grid
     {"jinfer/ops", "kernels_pallas"},
     {"jinfer/ops/attention", "kernels_pallas/attention"},
@@ -189,6 +194,39 @@ def circles(root: Path) -> list[str]:
     except graphlib.CycleError as error:
         return ["a circle of modules: " + " -> ".join(error.args[1])]
     return []
+
+
+def folder_circles(root: Path) -> dict[str, str]:
+    """Circles of a package's modules and sub-folders, by package.
+
+    A sub-folder counts as one, so that folders can be read one after another.
+    """
+    modules = module_graph(root)
+    packages: dict[str, dict[str, set[str]]] = {}
+    for module, imported in modules.items():
+        parts = module.split(".")
+        for depth in range(1, len(parts)):
+            package, child = ".".join(parts[:depth]), parts[depth]
+            inside = [name.split(".") for name in imported if name.startswith(f"{package}.")]
+            children = packages.setdefault(package, {}).setdefault(child, set())
+            children |= {name[depth] for name in inside} - {child}
+    found = {}
+    for package, graph in packages.items():
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            found[package] = " -> ".join(error.args[1])
+    return found
+
+
+def crowded_folders(root: Path, folder: str) -> list[str]:
+    """Folders below `folder` with more than `MAX_FILES` modules."""
+    counts = collections.Counter(path.parent for path in (root / folder).rglob("*.py"))
+    return [
+        f"{path.relative_to(root)}: {count} modules"
+        for path, count in sorted(counts.items())
+        if count > MAX_FILES
+    ]
 
 
 def floors(root: Path) -> dict[str, int]:

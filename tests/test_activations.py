@@ -16,7 +16,7 @@ from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
 from jinfer.api.classification import Classes
 from jinfer.api.trace import Trace
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from tests.reference import numpy_activations
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_tensors import read_safetensors
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
     listed: Any = llm.names("*bed")
     assert llm.trace(TOKENS[:9], listed).names == ["decoder.stem.embed", "embed"]
-    monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
+    monkeypatch.setattr(llm.session.engine.programs, "pipeline", object())
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")
 

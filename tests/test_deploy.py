@@ -222,7 +222,7 @@ def test_the_beginning_that_nginx_hashes() -> None:
 
 def test_the_metric_to_scale_by() -> None:
     (name,) = re.findall(r"scale by `jinfer:(\S+)`", PAGE)
-    assert f'"{name}"' in (ROOT / "jinfer/server/metrics.py").read_text(encoding="utf-8")
+    assert f'"{name}"' in (ROOT / "jinfer/server/http/metrics.py").read_text(encoding="utf-8")
 
 
 def test_images_are_made_with_extras_that_there_are() -> None:

@@ -29,8 +29,8 @@ from jinfer import LLM
 from jinfer.cli import main
 from jinfer.cli.command_registry import COMMANDS
 from jinfer.cpu import build_library
-from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import ModelSource
+from jinfer.loader.open_model import open_files
+from jinfer.server.http.server_settings import ModelSource
 from tests.cli.listening import listen
 from tests.printed_commands import FENCE, Printed, is_command, printed_on
 from tests.server.running import serving

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 from tests.reference.numpy_blocks import attention, rms_norm, silu
 from tests.reference.numpy_positions import Floats, dynamic_ntk_theta, rope
 from tests.reference.numpy_tensors import Tensors, dense, heads, merged, within

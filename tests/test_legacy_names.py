@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
-from tests.checkpoint.pickles import dict_of, storage, tensor, zip_file
+from jinfer.loader.checkpoint import open_checkpoint
+from tests.loader.checkpoint.pickles import dict_of, storage, tensor, zip_file
 from tests.reference.numpy_positions import sinusoids_fairseq
 
 type Arrays = dict[str, np.ndarray]

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.structure import (
+    FOLDER_CIRCLES,
     LONG_MODULES,
+    MAX_FILES,
     MAX_FLOORS,
     MAX_LINES,
     PRIVATE_JAX,
     ROOT,
     circles,
+    crowded_folders,
     direction_offences,
     early_jax,
     floors,
+    folder_circles,
     forbidden_imports,
     private_jax,
     shared_names,
@@ -99,6 +103,36 @@ def test_circle_is_found(tree: Path) -> None:
     assert "jinfer.nn.rope" in offence
 
 
+def test_circle_of_folders_is_found(tree: Path) -> None:
+    for name, text in {
+        "jinfer/server/core/service.py": "from jinfer.server.http import errors",
+        "jinfer/server/http/errors.py": "",
+        "jinfer/server/http/query.py": "",
+        "jinfer/server/core/fields.py": "",
+        "jinfer/server/routes.py": "from jinfer.server.core import service",
+    }.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    assert folder_circles(tree) == {}
+    # No module imports in a circle, but each folder imports from the other one.
+    (tree / "jinfer/server/http/query.py").write_text("import jinfer.server.core.fields")
+    assert circles(tree) == []
+    (package, circle), *others = folder_circles(tree).items()
+    assert (package, others) == ("jinfer.server", [])
+    assert {"core", "http"} == set(circle.split(" -> "))
+    (tree / "jinfer/server/http/query.py").write_text("")
+    (tree / "jinfer/server/core/fields.py").write_text("def f():\n  from .. import routes")
+    assert "routes" in folder_circles(tree)["jinfer.server"]
+
+
+def test_crowded_folder_is_found(tree: Path) -> None:
+    for number in range(MAX_FILES - 2):
+        (tree / f"jinfer/nn/block_{number}.py").write_text("")
+    assert crowded_folders(tree, "jinfer") == ["jinfer/nn: 26 modules"]
+    (tree / "jinfer/nn/block_0.py").unlink()
+    assert crowded_folders(tree, "jinfer") == []
+
+
 def test_floors_are_counted(tree: Path) -> None:
     expected = {"kernels_pallas": 1, "ops": 2, "nn": 3, "engine": 4, "api": 5, "jinfer": 6}
     assert floors(tree) == {**expected, "tools": 7}
@@ -148,6 +182,15 @@ def test_imports_go_one_way() -> None:
 
 def test_modules_import_in_no_circle() -> None:
     assert circles(ROOT) == []
+
+
+def test_folders_import_in_no_circle() -> None:
+    found = folder_circles(ROOT)
+    assert found.keys() <= FOLDER_CIRCLES.keys(), found
+
+
+def test_folders_of_the_server_are_small() -> None:
+    assert crowded_folders(ROOT, "jinfer/server") == []
 
 
 def test_house_is_low() -> None:

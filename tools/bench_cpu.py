@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import progress
-from jinfer.checkpoint import open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cpu.cores import usable_cores
-from jinfer.opening.open_model import open_files
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.open_model import open_files
 
 from .bench_engine_worker import TimedEngine
 from .engine_process import OWN, PEER, BenchTask, EngineProcess, EngineUnderTest

@@ -26,9 +26,9 @@ from jax import Array, lax
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
 from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
 from kernels_pallas import (

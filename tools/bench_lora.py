@@ -19,11 +19,11 @@ import gguf
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.open_model import open_files
 from jinfer.modelspec.toml_tables import merge
-from jinfer.opening.open_model import open_files
 
 from .run_main import overrides_of, run, write_json
 

@@ -16,10 +16,10 @@ import gguf
 import numpy as np
 from gguf.quants import QuantError, quantize
 
-from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.open_model import open_files
+from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.open_model import open_files
 
 from .output_files import check_writable
 from .run_main import run

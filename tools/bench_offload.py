@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.checkpoint import CheckpointError
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.loader.checkpoint import CheckpointError
 
 from .bench_kernels import write
 from .run_main import run
@@ -73,7 +73,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
     _, took = answers(rows[2 * TOGETHER :])
     _, alone = answers(rows[-1:])
     stats = jax.devices()[0].memory_stats() or {}
-    plan = getattr(llm.session.engine.programs, "memory", "")
+    plan = getattr(llm.session.engine.programs.pipeline, "memory", "")
     llm.close()
     return {
         "tokens": [*first, *several],
@@ -152,8 +152,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.split is not None:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0
-    from jinfer.opening.open_model import open_files
-    from jinfer.opening.resolve_model import resolve_model
+    from jinfer.loader.open_model import open_files
+    from jinfer.loader.resolve_model import resolve_model
 
     spec = resolve_model(open_files(options.source, {}), {})[0]
     if spec.decoder is None:

@@ -33,7 +33,7 @@ from jinfer.parallel.cost_model import (
     device_layouts,
     estimate_decode,
 )
-from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.timeline import StageCall, Timeline, overlap_fraction
 
 from .bench_process_splits import compare
@@ -159,8 +159,8 @@ def _measure(
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
-        programs = llm.session.engine.programs
-        assert isinstance(programs, PipelinePrograms), "devices are named"
+        programs = llm.session.engine.programs.pipeline
+        assert isinstance(programs, Pipeline), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()
         llm.generate(prompts, params)

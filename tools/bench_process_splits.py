@@ -24,8 +24,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import jinfer
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.parallel.cost_model import (
     CostEstimate,
     Hardware,
@@ -34,7 +35,6 @@ from jinfer.parallel.cost_model import (
     estimate_decode,
 )
 from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan
-from jinfer.weights.plan_weights import plan_weights
 
 from .llama_peer import PROMPT, STEPS
 from .machine_info import counters, machine, others

@@ -32,17 +32,17 @@ from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
+from jinfer.loader.weights.storage_plan import columns_here
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import families
 from jinfer.modelspec.spec_values import MissingKey
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.quant import parse_format
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.quantized_tensor import abstract
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.weights.storage_plan import columns_here
 
 from .bench_kernels import check_gpu, copy_rate, matmul_rate, write
 from .kernel_profile import Kernels, kernels_of, lines

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.progress import throughout
 
 from .bench_serve_load import LengthMix, Workload, arrivals, conversation

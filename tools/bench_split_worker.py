@@ -13,11 +13,11 @@ from jinfer import progress
 from jinfer.api.job_processes import run_job, run_worker
 from jinfer.distributed.current_group import current_group
 from jinfer.distributed.job_config import find_job
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.cost_model import Interconnect
-from jinfer.weights.plan_weights import plan_weights
 
 from .bench_engine_worker import TimedEngine
 from .bench_links import MatmulRates, pass_link, sum_link

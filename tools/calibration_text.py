@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jinfer.engine.requests import RequestError
-from jinfer.opening.open_model import Opened
-from jinfer.weights.calibration_texts import in_batches, with_firsts
-from jinfer.weights.layer_forward import Texts
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights.layer_forward import Texts, in_batches, with_firsts
 
 LENGTH = 512  # tokens of a window
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jinfer.checkpoint import Tensor
+from jinfer.loader.checkpoint import Tensor
 
 from .fold_names import numbered
 

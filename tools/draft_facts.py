@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinfer.loader.model_files import ModelFiles
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.spec_values import MissingKey
-from jinfer.opening.model_files import ModelFiles
 
 type Value = str | int | float | bool | dict[str, Any] | None
 

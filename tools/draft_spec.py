@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.opening.model_files import ModelFiles
+from jinfer.loader.model_files import ModelFiles
 
 from .checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of, repeated
 from .draft_facts import KEYS, DraftFacts, read_keys

@@ -15,18 +15,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jinfer.checkpoint import CheckpointError, Tensor
-from jinfer.checkpoint.gguf import raw_metadata
 from jinfer.guard.safe_files import path_exists
+from jinfer.loader.checkpoint import CheckpointError, Tensor
+from jinfer.loader.checkpoint.gguf import raw_metadata
+from jinfer.loader.checkpoint.safetensors import Writer
+from jinfer.loader.config.config_json import config_path, read_json_value
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.storage_plan import Storage
+from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.modelspec.quantization_table import AUTO, PLAIN, QuantizationSpec, Role
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.config_json import config_path, read_json_value
-from jinfer.opening.model_files import ModelFiles
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.safetensors_writer import Writer
-from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
 from .export_layouts import (
     GGUF_FORMATS,
@@ -193,7 +193,7 @@ class _SafetensorsTarget:
 
     def __init__(self, folder: Path, files: ModelFiles, layout: SafetensorsLayout) -> None:
         self._folder, self._files, self._layout = folder, files, layout
-        self._writer = Writer(folder, aligned=False)
+        self._writer = Writer(folder, native=False)
         self._format: QuantFormat | None = None
 
     def add(self, tensor: Tensor, matrix: MatrixCodes) -> None:

@@ -81,7 +81,7 @@ def _bit_stream(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _gptq_arrays(matrix: MatrixCodes) -> dict[str, np.ndarray]:
-    """Version 1 of the format, see `jinfer.checkpoint.layouts.gptq_layout`."""
+    """Version 1 of the format, see `jinfer.loader.checkpoint.layouts.gptq_layout`."""
     format, (outputs, inputs) = matrix.format, matrix.codes.shape
     blocks = matrix.numbers.shape[1]
     zeros = np.full((blocks, outputs), format.zero - 1, np.uint8)
@@ -110,7 +110,7 @@ def _gptq_settings(format: QuantFormat, plain: Sequence[str]) -> dict[str, Any]:
 
 
 def _packed_arrays(matrix: MatrixCodes) -> dict[str, np.ndarray]:
-    """pack-quantized, see `jinfer.checkpoint.layouts.compressed_layout`."""
+    """pack-quantized, see `jinfer.loader.checkpoint.layouts.compressed_layout`."""
     return {
         "weight_packed": _bit_stream(matrix.codes, matrix.format.code_bits),
         "weight_scale": np.ascontiguousarray(matrix.numbers[..., 0]),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from jinfer.checkpoint import Tensor
+from jinfer.loader.checkpoint import Tensor
 from jinfer.modelspec.resolve_spec import STACKS
 
 from .checkpoint_layers import Shape, is_ignorable, leaf_of, module_name

@@ -14,17 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jinfer.loader.open_model import open_files, open_model
+from jinfer.loader.resolve_model import resolve_model
+from jinfer.loader.weights.layer_forward import LayerwiseForward, default_texts
+from jinfer.loader.weights.layerwise_gptq import known
+from jinfer.loader.weights.plan_weights import TOKENS, WeightPlan, plan_weights
+from jinfer.loader.weights.read_parameter import read_values
+from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_files, open_model
-from jinfer.opening.resolve_model import resolve_model
 from jinfer.quant.calibration_stats import RecordedWeight, record_inputs
-from jinfer.weights.calibration_texts import default_texts
-from jinfer.weights.choose_method import TOKENS
-from jinfer.weights.layer_forward import LayerwiseForward
-from jinfer.weights.layerwise_gptq import known
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.read_parameter import read_values
-from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
 from .calibration_text import text_windows
 

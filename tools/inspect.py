@@ -18,9 +18,9 @@ from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.model_files import ModelFiles
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.view.model_svg import draw_model
-from jinfer.opening.model_files import ModelFiles
 from jinfer.parallel.cost_model import HARDWARE
 
 from .draft_spec import draft

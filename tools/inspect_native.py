@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat
-from jinfer.checkpoint.orbax import OrbaxCheckpoint
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat
+from jinfer.loader.checkpoint.orbax import OrbaxCheckpoint
+from jinfer.loader.weights.tensor_mapping import by_name, lookup_origin
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.tensor_mapping import by_name, lookup_origin
 
 from .inspect_rows import CheckpointRows, MissingParameter, TensorRow
 

@@ -16,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.scheduling.cache_size import block_bytes
+from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.weights.model_size import bytes_text
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import CHARACTER
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.transformer_layer import HiddenState
-from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
 from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
@@ -31,8 +33,6 @@ from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan, stage_models
 from jinfer.parallel.sharding_rules import TENSOR_AXIS
 from jinfer.parallel.stage_model import StageModel
-from jinfer.weights.model_size import bytes_text
-from jinfer.weights.plan_weights import plan_weights
 
 _FREE = 0.9  # of a device's memory; programs and vectors on their way need some
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}

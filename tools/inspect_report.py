@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 from jinfer.modelspec.view.model_html import table_html as html_table
 from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
-from jinfer.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
 from .checkpoint_layers import is_ignorable, leaf_of, module_name
 from .draft_spec import SAYS_NOTHING, draft

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jinfer.checkpoint import Tensor
-from jinfer.quant.grouped_blocks import described, grouped_format
-from jinfer.quant.scaled_tensor import kept_blocks
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.weights.grouped_blocks import described, grouped_format, kept_blocks
 
 
 @dataclass

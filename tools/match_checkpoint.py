@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.model_files import ModelFiles
-from jinfer.opening.open_model import open_files
-from jinfer.opening.resolve_model import family_of, resolve_model
-from jinfer.opening.unused_config import consequences
-from jinfer.weights.model_size import Sizes, sizes_of
-from jinfer.weights.tensor_mapping import (
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.config.unused_config import consequences
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.open_model import open_files
+from jinfer.loader.resolve_model import family_of, resolve_model
+from jinfer.loader.weights.model_size import Sizes, sizes_of
+from jinfer.loader.weights.tensor_mapping import (
     LoadError,
     Origin,
     by_name,
@@ -25,6 +22,9 @@ from jinfer.weights.tensor_mapping import (
     lookup_origin,
     unused,
 )
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 
 from .inspect_native import match_converted
 from .inspect_rows import CheckpointRows, MissingParameter, TensorRow

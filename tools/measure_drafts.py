@@ -19,7 +19,7 @@ import numpy as np
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 
 from .checkpoint_layers import module_name
 from .draft_spec import draft

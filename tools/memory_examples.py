@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jinfer.loader.weights.storage_plan import choose_storages
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import AUTO, PartitionSpec
@@ -21,7 +22,6 @@ from jinfer.parallel.auto_plan import explain_choice, offload_options
 from jinfer.parallel.cost_model import HARDWARE
 from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, partition_plan
-from jinfer.weights.storage_plan import choose_storages
 
 from .inspect_partition import free_of
 from .known_shapes import SHAPES

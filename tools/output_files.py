@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 
 _FLAGS = ("json", "svg", "html", "draft")  # that name a file to write
 _STDOUT = "-"

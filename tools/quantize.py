@@ -21,42 +21,52 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jinfer.checkpoint import CheckpointError
-from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
-from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
-from jinfer.modelspec.quantization_table import current_method
-from jinfer.modelspec.toml_tables import merge
-from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.adapter_files import adapter_files, merged_checkpoint
-from jinfer.opening.model_files import tokenizer_path
-from jinfer.opening.open_model import open_files, open_model
-from jinfer.opening.resolve_model import resolve_model
-from jinfer.opening.sources import SourceError
-from jinfer.opening.unused_config import check_followed
-from jinfer.progress import task
-from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.calibration_stats import InputStats
-from jinfer.quant.quantize_matrix import Method
-from jinfer.weights.bit_budget import with_budget
-from jinfer.weights.calibration_texts import default_texts
-from jinfer.weights.choose_method import (
+from jinfer.loader.adapter_files import adapter_files, merged_checkpoint
+from jinfer.loader.checkpoint import CheckpointError
+from jinfer.loader.checkpoint.native_checkpoint import (
+    NativeCheckpoint,
+    PackedFormat,
+    native_metadata,
+)
+from jinfer.loader.checkpoint.orbax import orbax_api
+from jinfer.loader.checkpoint.safetensors import SHARD_BYTES, Writer
+from jinfer.loader.config.unused_config import check_unused
+from jinfer.loader.model_files import tokenizer_path
+from jinfer.loader.open_model import open_files, open_model
+from jinfer.loader.resolve_model import resolve_model
+from jinfer.loader.sources import SourceError
+from jinfer.loader.weights.bit_budget import with_budget
+from jinfer.loader.weights.layer_forward import default_texts
+from jinfer.loader.weights.layerwise_gptq import LayerwiseGPTQ
+from jinfer.loader.weights.native_parameters import packing, part_names, weight_settings
+from jinfer.loader.weights.plan_weights import (
     TOKENS,
+    WeightPlan,
     gptq_names,
     obstacle,
     with_gptq,
     without_gptq,
 )
-from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
-from jinfer.weights.load_time import PER_BYTE, per_weight
-from jinfer.weights.native_parameters import packing, part_names, weight_settings
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.read_parameter import read_parameter
-from jinfer.weights.safetensors_writer import SHARD_BYTES, Writer
-from jinfer.weights.storage_plan import choose_storages, stored_types, with_fp8, with_types
-from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
+from jinfer.loader.weights.read_parameter import read_parameter
+from jinfer.loader.weights.storage_plan import (
+    PER_BYTE,
+    choose_storages,
+    per_weight,
+    stored_types,
+    with_fp8,
+    with_types,
+)
+from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
+from jinfer.modelspec.quantization_table import current_method
+from jinfer.modelspec.toml_tables import merge
+from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.progress import task
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
+from jinfer.quant.calibration_stats import InputStats
+from jinfer.quant.quantize_matrix import Method
 
 from .calibration_text import text_windows
 from .export_checkpoint import (
@@ -113,7 +123,7 @@ def convert(
         if layout is not None:
             check_layout(layout, files)
         spec, left = resolve_model(files, overrides)
-        check_followed(left, files.config, spec)
+        check_unused(left, files.config, spec)
         spec = replace(spec, quantization=exported_quantization(layout, spec.quantization))
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build_abstract_model(spec, "float32" if spec.dtype == "auto" else spec.dtype)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.loader.weights.storage_plan import Storage
+from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantized_tensor import to_codes
 from jinfer.quant.round_to_nearest import dequantize, split_into_blocks
-from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin
 
 _ROWS = 256  # of a matrix whose results are compared, about
 BITS = "of a weight, with its share of scales, bases and padding"

@@ -18,11 +18,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.opening.open_model import open_files
-from jinfer.opening.sources import SourceError
+from jinfer.loader.checkpoint import Checkpoint, CheckpointError
+from jinfer.loader.open_model import open_files
+from jinfer.loader.sources import SourceError
 
 from .bench_models import add_tensor, copy_metadata, finish
 from .run_main import run

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from jinfer.checkpoint.ggml_types import BLOCKS
+from jinfer.loader.checkpoint.ggml_types import BLOCKS
 
 _VERSION = 3
 _UINT32 = 4  # type of a metadata value

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
+from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
+from jinfer.loader.checkpoint.safetensors import NAMES, SHARD_BYTES, Writer
+from jinfer.loader.config.config_json import read_json_value
+from jinfer.loader.model_files import SPEC_FILE, ModelFiles
+from jinfer.loader.resolve_model import family_of
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_files import families, with_families
 from jinfer.modelspec.toml_tables import merge
-from jinfer.opening.config_json import read_json_value
-from jinfer.opening.model_files import SPEC_FILE, ModelFiles
-from jinfer.opening.resolve_model import family_of
-from jinfer.opening.sources import SourceError
-from jinfer.weights.safetensors_writer import NAMES, SHARD_BYTES, Writer
 
 from .toml_writer import toml_text
 

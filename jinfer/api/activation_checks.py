@@ -140,7 +140,7 @@ def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tu
 
 def _check_combined(engine: Engine, sampling: SamplingParams, field: str) -> None:
     """Raises `RequestError` for what activations cannot be combined with."""
-    if getattr(engine.programs, "stages", None) is not None:
+    if engine.programs.pipeline is not None:
         raise RequestError(
             f"{field}: the model is divided among devices or processes; open it without [partition]"
         )

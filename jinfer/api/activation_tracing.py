@@ -79,7 +79,7 @@ def trace_prompts(
     Args:
         generate: `LLM.generate`, for answers.
     """
-    if getattr(session.engine.programs, "stages", None) is not None:
+    if session.engine.programs.pipeline is not None:
         raise RequestError(
             "trace: the model is divided among devices or processes; open it without [partition]"
         )

@@ -20,9 +20,9 @@ from jinfer.api.session import PreparedRequest
 from jinfer.engine.output.collect import Completions, best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import ChatKeywords, completing
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.template.chat_prompt import Message
 
 
 def _in_thread[**P, T](

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jinfer.api.prompt_inputs import Ids, Prompt
 from jinfer.engine.engine_stats import Stats
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -25,21 +25,19 @@ from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.guard.disk_cache import DiskCache
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights import load_weights
+from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.lora_rows import is_adapter
-from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.tokenizer import Tokenizer
-from jinfer.weights import load_weights
-from jinfer.weights.plan_weights import WeightPlan
 
 if TYPE_CHECKING:
-    from jinfer.distributed.distributed_programs import DistributedPrograms
-    from jinfer.parallel.pipeline_programs import PipelinePrograms
     from jinfer.speculate.build_drafters import OpenedDrafters
 
 _SMALL_WEIGHTS = 1 << 30  # bytes
@@ -70,7 +68,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
         programs = _on_one_device(opened, model, shelf)
     else:
         programs = _in_stages(opened, model)
-    lanes: Any = getattr(programs, "lanes", None)
+    pipeline: Any = programs.pipeline
     blocks = programs.sizes.blocks
     windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g not in (ENCODER, STATE)}
@@ -84,7 +82,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
         mixed,
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
-        1 if lanes is None else lanes.count,
+        1 if pipeline is None else pipeline.lanes.count,
     )
     return Engine(programs=programs, scheduler=scheduler)
 
@@ -114,19 +112,18 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     Raises:
         SpecError: a store cannot be had.
     """
-    programs: Any = engine.programs
+    pipeline: Any = engine.programs.pipeline
     start_offload(engine, plan)
-    stages = getattr(programs, "stages", None)
-    if stages is None:
+    if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(engine.model)
         engine.parameters = tuple(known[name] for name in engine.model.names)
         return
     from jinfer.parallel.sharded_loading import load_stages
 
-    if progress and programs.memory:
-        line(str(programs.memory))
-    engine.leaves = load_stages(plan, stages, progress=progress)
+    if progress and pipeline.memory:
+        line(pipeline.memory)
+    engine.leaves = load_stages(plan, pipeline.stages, progress=progress)
 
 
 def empty_adapters(model: AbstractModel) -> dict[str, Any]:
@@ -145,15 +142,15 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
         values: name of each parameter -> its values in NumPy, stored as it is; of a model on
             several devices none of a quantized one.
     """
-    programs: Any = engine.programs
-    if (stages := getattr(programs, "stages", None)) is None:
+    pipeline: Any = engine.programs.pipeline
+    if pipeline is None:
         changed = {name: jax.device_put(each) for name, each in values.items()}
         known = zip(engine.model.names, engine.parameters, strict=True)
         engine.parameters = tuple(changed.get(name, old) for name, old in known)
         return
     from jinfer.parallel.sharded_loading import replaced_leaves
 
-    engine.leaves = replaced_leaves(stages, engine.leaves, values)
+    engine.leaves = replaced_leaves(pipeline.stages, engine.leaves, values)
 
 
 def _on_one_device(
@@ -169,12 +166,12 @@ def _on_one_device(
     return CompiledPrograms(model, _sizes(opened, model, blocks), shelf)
 
 
-def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
+def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.parallel.auto_plan import resolve_auto
     from jinfer.parallel.memory_plan import memory_planner
     from jinfer.parallel.microbatches import MicroBatches
-    from jinfer.parallel.pipeline_programs import PipelinePrograms
+    from jinfer.parallel.pipeline import Pipeline
     from jinfer.parallel.placement import ModelToPlace, free_memory_of, make_stages, partition_plan
 
     dtype = np.dtype(opened.dtype)
@@ -184,17 +181,19 @@ def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
     memory = memory_planner(plan, whole, free_memory_of(plan, spec)).asked()
     if memory.problem:
         raise SpecError(spec.path, "partition", memory.problem)
-    return PipelinePrograms(
+    sizes = _sizes(opened, model, dict(memory.blocks.total))
+    pipeline = Pipeline(
         model=model,
-        sizes=_sizes(opened, model, dict(memory.blocks.total)),
+        sizes=sizes,
         stages=make_stages(plan, whole),
         lanes=MicroBatches(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
         memory=f"{why}\n\n{memory}" if why else str(memory),
     )
+    return CompiledPrograms(model, sizes, pipeline=pipeline)
 
 
-def _in_processes(opened: Opened, model: AbstractModel) -> DistributedPrograms:
+def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     from jinfer.distributed.build_programs import build_distributed_programs
 
     group = current_group()

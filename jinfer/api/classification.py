@@ -16,8 +16,8 @@ from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
 from jinfer.engine.output.data_frames import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
-from jinfer.opening.classification_config import ClassificationConfig
-from jinfer.opening.pooling_config import cut
+from jinfer.loader.config.classification_config import ClassificationConfig
+from jinfer.loader.config.pooling_config import cut
 
 if TYPE_CHECKING:
     from jaxtyping import Float

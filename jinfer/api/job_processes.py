@@ -14,18 +14,17 @@ from jinfer.api.build_engine import build_engine, load
 from jinfer.api.loaded_adapters import with_merged_adapters
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.current_group import current_group
-from jinfer.distributed.distributed_programs import DistributedPrograms
 from jinfer.distributed.initialize import join_job
 from jinfer.distributed.job_config import JobConfig
 from jinfer.distributed.process_group import LOST
 from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.ops.backend import start
-from jinfer.weights.plan_weights import plan_weights
-from jinfer.weights.quantized_cache import with_formats
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 
@@ -52,7 +51,6 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    assert isinstance(engine.programs, DistributedPrograms), "it has joined"
     worker_loop(group, engine.programs, engine.leaves)
 
 

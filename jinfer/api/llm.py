@@ -25,11 +25,11 @@ from jinfer.engine.output.collect import Completions, best_of, collect, next_pie
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
-from jinfer.opening.pooling_config import Pooling
+from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -18,17 +18,16 @@ from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import EngineError, RequestError
+from jinfer.loader.adapter_files import merged_checkpoint
+from jinfer.loader.open_model import Opened, adapter_dtype
+from jinfer.loader.sources import locate
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
 from jinfer.nn.lora_rows import AdapterSlots, is_adapter
-from jinfer.opening.adapter_files import merged_checkpoint
-from jinfer.opening.compute_settings import adapter_dtype
-from jinfer.opening.open_model import Opened
-from jinfer.opening.sources import locate
 
 if TYPE_CHECKING:
-    from jinfer.weights.lora_adapter import LoraAdapter
+    from jinfer.loader.adapters.lora_adapter import LoraAdapter
 
 _RANKS = (16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to
 _USUAL_RANK = 64
@@ -134,7 +133,7 @@ class Adapters:
         self.sources[name] = str(path)
 
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
-        from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
+        from jinfer.loader.adapters.adapter_terms import adapter_terms, stacked, with_norms
 
         terms = adapter_terms(adapter, engine.model, self.names, self.form)
         if adapter.has_magnitudes:
@@ -178,7 +177,7 @@ class Adapters:
 
 def _opened(path: Path) -> LoraAdapter:
     # Imported here, and where adapters are loaded, because most models have none.
-    from jinfer.weights.lora_adapter import open_adapter
+    from jinfer.loader.adapters.lora_adapter import open_adapter
 
     return open_adapter(path)
 

@@ -15,15 +15,15 @@ from jinfer.api.build_engine import place_parameters
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import RequestError
+from jinfer.loader.weights.grouped_blocks import described
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.grouped_blocks import described
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.scaled_tensor import ScaledTensor, to_e4m3
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.tensor_mapping import Origin
 
 if TYPE_CHECKING:
     from jaxtyping import Float

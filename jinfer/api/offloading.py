@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.quantized_cache import entry_key
 
 _GIB = 1 << 30
 
@@ -55,6 +55,6 @@ def offload_refusal(engine: Engine) -> str:
     """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
     if current_group() is not None:
         return "with several processes, each of which has a part of the cache; leave it out"
-    if getattr(engine.programs, "hosted", None):
+    if engine.programs.pipeline is not None and engine.programs.pipeline.hosted:
         return "with partition.host_kv_cache; leave one of them out"
     return ""

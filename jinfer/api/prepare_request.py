@@ -10,7 +10,7 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
-from jinfer.opening.open_model import Opened
+from jinfer.loader.open_model import Opened
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.logits_processors import LogitsProcessor, LogitsProcessors
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams

@@ -10,11 +10,11 @@ import numpy as np
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import is_parameter, merged
 from jinfer.sampling.sampling_keywords import SamplingKeywords
 from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import no_parameter
+from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import JAX
     import jax

@@ -206,7 +206,7 @@ def pure_function(
 ) -> tuple[PureFunction, dict[str, Any]]:
     """As `LLM.function`."""
     engine = session.engine
-    if getattr(engine.programs, "stages", None) is not None:
+    if engine.programs.pipeline is not None:
         raise RequestError(
             "the model is divided among devices or processes; open it without [partition]"
         )

@@ -55,11 +55,12 @@ from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
 from jinfer.engine.thread_pools import explain_shutdown
+from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.weights.model_size import count_text, sizes_of
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.chat_prompt import CONTINUE, Message
-from jinfer.opening.describe import family, stored_as, title
-from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.backend import start
 from jinfer.ops.cpu_library import limit_threads
@@ -70,10 +71,8 @@ from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_keywords import is_parameter
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
+from jinfer.template.chat_prompt import CONTINUE, Message
 from jinfer.tokenizer import Tokenizer
-from jinfer.weights.model_size import count_text, sizes_of
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.quantized_cache import with_formats
 
 MAX_THREADS = 4096
 
@@ -96,7 +95,7 @@ class Session:
 
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
-        family, stored_as: of the model, in a word each (`jinfer.opening.describe`).
+        family, stored_as: of the model, in a word each (`jinfer.loader.open_model`).
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
@@ -146,7 +145,7 @@ class Session:
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
-        self.family, self.stored_as = family(opened), stored_as(opened)
+        self.family, self.stored_as = opened.family, opened.stored_as
         self._ids, self.steering = count(), SteeringVectors()
         sizes = self.engine.programs.sizes
         self.processors = LogitsProcessors(sizes.vocab, sizes.context)
@@ -205,7 +204,7 @@ class Session:
     def described(self) -> str:
         """A few words: name, family, size, format of weights, context."""
         spec, model = self.opened.spec, self.engine.model
-        words = [title(self.opened), *([self.family] if self.family else [])]
+        words = [self.opened.title, *([self.family] if self.family else [])]
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
         words += [self.stored_as, f"context {self.opened.context}"]
         return ", ".join([*words, "closed"] if self.closed else words)

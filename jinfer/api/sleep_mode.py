@@ -15,9 +15,9 @@ from jinfer.api.build_engine import load
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
 from jinfer.engine.scheduling.cache_size import trim
+from jinfer.loader.open_keywords import override_tables
+from jinfer.loader.open_model import open_files
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.opening.open_keywords import override_tables
-from jinfer.opening.open_model import open_files
 
 if TYPE_CHECKING:
     from jinfer.api.session import Session

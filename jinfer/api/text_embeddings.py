@@ -12,8 +12,7 @@ from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.engine.requests import NotFiniteError, RequestError
-from jinfer.modelspec.spec_errors import nearest_hint, show_value
-from jinfer.opening.pooling_config import (
+from jinfer.loader.config.pooling_config import (
     POOLINGS,
     Pooling,
     Similarity,
@@ -22,6 +21,7 @@ from jinfer.opening.pooling_config import (
     pool,
     to_length_1,
 )
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 
 if TYPE_CHECKING:
     from jaxtyping import Float

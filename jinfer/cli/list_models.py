@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening import model_catalogue
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

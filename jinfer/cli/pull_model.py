@@ -11,11 +11,10 @@ from pathlib import Path
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.loader.sources import SourceError, full_source, locate
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text
-from jinfer.opening.resolve_name import full_source
-from jinfer.opening.sources import SourceError, locate
 
 _PLACES = ("weights", "tokenizer")
 

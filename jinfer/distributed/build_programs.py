@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from jinfer.distributed.consistency_check import check_consistency
-from jinfer.distributed.coordinator import CoordinatorPrograms
-from jinfer.distributed.distributed_programs import DistributedPrograms
+from jinfer.distributed.distributed_pipeline import DistributedPipeline
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.unsupported import check_spec, check_stages
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import Sizes
 from jinfer.engine.scheduling.cache_size import cache_blocks, fewest_blocks, free_memory
+from jinfer.loader.open_model import Opened
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.microbatches import MicroBatches
 from jinfer.parallel.pipeline_stage import PipelineStage
@@ -26,8 +26,8 @@ def build_distributed_programs(
     model: AbstractModel,
     opened: Opened,
     sizes: Callable[[dict[str, int]], Sizes],
-) -> DistributedPrograms:
-    """This rank's programs; on rank 0 the coordinator's, which an engine calls.
+) -> CompiledPrograms:
+    """This rank's programs; on rank 0 an engine calls them.
 
     Args:
         sizes: makes the sizes that all programs share from the KV cache blocks of each group.
@@ -48,14 +48,12 @@ def build_distributed_programs(
         [stage for stage in stages if stage.device_group.local], opened
     )
     every = group.gather(local_blocks)  # on rank 0 those of all ranks
-    programs = CoordinatorPrograms if group.rank == 0 else DistributedPrograms
-    return programs(
-        group=group,
-        model=model,
-        sizes=sizes(dict(group.broadcast(fewest_blocks(every)))),
-        stages=stages,
-        lanes=MicroBatches(plan.lanes, opened.spec.engine.slots),
+    shared = sizes(dict(group.broadcast(fewest_blocks(every))))
+    lanes = MicroBatches(plan.lanes, opened.spec.engine.slots)
+    pipeline = DistributedPipeline(
+        group=group, model=model, sizes=shared, stages=stages, lanes=lanes
     )
+    return CompiledPrograms(model, shared, pipeline=pipeline)
 
 
 def _local_cache_blocks(stages: Sequence[PipelineStage], opened: Opened) -> dict[str, int]:

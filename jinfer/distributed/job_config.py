@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 
 PORT = 8476  # rank 0's default
 FLAGS = {

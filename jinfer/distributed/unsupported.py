@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jinfer.distributed.process_group import ProcessGroup
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.partition_table import AUTO, CPU, device_groups
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.open_model import Opened
 from jinfer.parallel.pipeline_stage import PipelineStage
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinfer.distributed.distributed_programs import DistributedPrograms
+from jinfer.distributed.distributed_pipeline import DistributedPipeline
 from jinfer.distributed.process_group import ProcessGroup
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
 
 
-def worker_loop(group: ProcessGroup, programs: DistributedPrograms, leaves: Sequence[Any]) -> None:
+def worker_loop(group: ProcessGroup, programs: CompiledPrograms, leaves: Sequence[Any]) -> None:
     """Computes the coordinator's calls until it releases the model.
 
     Args:
         leaves: the parameters of all stages; abstract for stages of other ranks.
     """
-    worker = programs.worker
+    assert isinstance(programs.pipeline, DistributedPipeline), "this process has joined a job"
+    worker = programs.pipeline.worker
     worker.leaves = leaves
     while True:
         match group.receive_from(0):

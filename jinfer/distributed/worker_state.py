@@ -13,7 +13,6 @@ whose devices belong to several ranks are collectives of the devices themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +29,7 @@ from jinfer.nn.transformer_layer import HiddenState
 from jinfer.parallel.device_groups import first_replica
 from jinfer.parallel.microbatches import MicroBatches
 from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.stage_programs import CompiledStage, StageCompiler
+from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler
 
 # Names of a call's results.
 HIDDEN = "x {}"  # hidden states for the stage of this number
@@ -126,12 +125,8 @@ class WorkerState:
         for other in others:
             self.group.send(other, result=name, call=call, value=on_host)
 
-    def store(self, call: int, name: str) -> ResultFuture:
-        """A future for a result that stays at home for later calls, which name it by a `ResultRef`.
-
-        It stays until it is dropped.
-        """
-        future: ResultFuture = Future()
+    def store(self, call: int, name: str, future: ResultFuture) -> ResultFuture:
+        """Keeps a result at home for later calls, which name it by a `ResultRef`, until dropped."""
         if self.samples_here:
             self._stored.setdefault(call, {})[name] = future
         return future
@@ -169,22 +164,22 @@ class WorkerState:
         made: tuple[CompiledStage, ...],
         batch: FlatBatch | None,
         tables: Mapping[str, Any],
-        last: Any,
     ) -> None:
         """Queues the forward pass of all local stages over a flat batch; home gets `OUT`.
 
         Args:
-            batch: None: home sends it as `PLACES`, without block tables.
+            batch: None: home sends it as `PLACES`, without block tables, and with the tokens whose
+                results are wanted.
         """
         coming = None if batch is not None else self.results.expect(call, PLACES)
 
         def run(number: int, x: Any) -> Any:
             stage = self.local_stages[number]
-            places = batch if coming is None else FlatBatch(*coming.result())
+            places, last = coming.result() if coming is not None else (batch, None)
             assert places is not None, "passed, or sent"
-            whole = places._replace(tables=tables)
+            whole = FlatBatch(*places)._replace(tables=tables)
             hidden, local = jax.tree.map(stage.device_group.replicate, (x, whole))
-            wanted = last if stage.last else None
+            wanted = stage.device_group.replicate_tree(last) if stage.last else None
             weights, cache = self.leaves[stage.leaves], self.caches[number]
             program = made[number].program
             self.caches[number], out = program(weights, cache, hidden, local, wanted)

@@ -200,7 +200,7 @@ class Engine(EngineCore):
         return [*tokens, *self.guides.collect_turns(self)]
 
     def _plan(self) -> StepPlan:
-        most = min(self.programs.most_steps, steps_that_fit(self.step_seconds, self.contended))
+        most = min(self.programs.max_steps, steps_that_fit(self.step_seconds, self.contended))
         return self.scheduler.plan(self.speculator.max_steps(most) if self.speculator else most)
 
     def recover(self) -> list[int]:

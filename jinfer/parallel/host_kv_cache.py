@@ -20,6 +20,8 @@ from jax import Array
 from jinfer.engine.runner import steps
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
+from jinfer.engine.runner.step_forms import CacheStep
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.runner.step_table import int32
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER, STATE, Cache
@@ -27,7 +29,7 @@ from jinfer.parallel import split_attention
 from jinfer.parallel.block_transfer import BlockCopier, CacheMemory, gather_blocks, scatter_blocks
 from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.pipeline_stage import PipelineStage, abstract_leaves, with_flat_parameters
-from jinfer.parallel.stage_programs import CompiledStage, StageCompiler, sharded_zeros
+from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler, sharded_zeros
 
 type Launch = Callable[..., Any]
 
@@ -204,11 +206,12 @@ class HostCacheCompiler(StageCompiler):
 
         return CompiledStage(run, made.out)
 
-    def copy(self, number: int) -> CompiledStage:
-        """As `StageCompiler.copy`, also between device and host."""
+    def of_cache(self, number: int, key: StepKey, step: CacheStep) -> CompiledStage:
+        """As `StageCompiler.of_cache`; blocks are copied also between device and host."""
         stage = self.stages[number]
         if stage.host is None:
-            return super().copy(number)
+            return super().of_cache(number, key, step)
+        assert key.kind == "copy_blocks", "prefixes are not offloaded with `host_kv_cache`"
         model, (host, pools) = stage.model.model, self._there(stage)
         boundaries = {group: self._boundary(group) for group in self.sizes.blocks}
         both = {name for name in pools if boundaries[model.caches[name].group]}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.engine.scheduling.cache_size import block_bytes
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE
 from jinfer.parallel.layer_plan import PartitionPlan
 from jinfer.parallel.memory_budget import (
@@ -28,7 +29,6 @@ from jinfer.parallel.placement import (
     streamed_layers,
 )
 from jinfer.parallel.substages import spread_evenly
-from jinfer.weights.model_size import bytes_text
 
 _STEP = 0.05  # between fractions of the KV cache that are tried on the host
 

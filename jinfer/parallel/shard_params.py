@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.loader.weights.storage_plan import columns_here
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, in_elements
 from jinfer.quant.quantized_tensor import (
     SUPER,
@@ -21,7 +22,6 @@ from jinfer.quant.quantized_tensor import (
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_outliers
-from jinfer.weights.storage_plan import columns_here
 
 type ParameterSharding = Mapping[
     int, AxisSharding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
@@ -25,6 +26,7 @@ type Activations = Literal["int8", "int16", "float", "bf16"]
 
 SUPER = 256  # weights that share the second-level numbers of a two-level format
 ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
+_CHECKED_BYTES = 1 << 20  # copied at a time, to be checked in the L2 cache
 CHUNK = 1 << 19  # weights packed at a time: temporaries stay in the L2 cache
 
 
@@ -225,11 +227,25 @@ _SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
 _slabs = _HugePageAllocator()
 
 
-def copy_to_huge_pages(values: np.ndarray) -> np.ndarray:
-    """Copies an array to huge pages, for arrays that are read often, such as weights."""
-    buffer = _slabs.take(values.nbytes).view(values.dtype).reshape(values.shape)
-    buffer[...] = values
-    return buffer
+def copy_to_huge_pages(
+    values: np.ndarray, dtype: Any = None, check: Callable[[np.ndarray], object] | None = None
+) -> np.ndarray:
+    """Copy an array to huge pages, for arrays that are read again and again, such as weights.
+
+    Args:
+        dtype: of the copy; None: the same.
+        check: called with each piece of the copy, 1-D, while the piece is in the CPU's cache.
+    """
+    source = np.ascontiguousarray(values).reshape(-1)
+    dtype = np.dtype(values.dtype if dtype is None else dtype)
+    copy = _slabs.take(values.size * dtype.itemsize).view(dtype)
+    step = copy.size if check is None else _CHECKED_BYTES // dtype.itemsize
+    for begin in range(0, copy.size, max(1, step)):
+        piece = copy[begin : begin + step]
+        piece[...] = source[begin : begin + step]
+        if check is not None:
+            check(piece)
+    return copy.reshape(values.shape)
 
 
 def _whole_pages(size: int) -> np.ndarray:

@@ -11,8 +11,6 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-from jinfer.checkpoint.scaled_values import ScaledValues
-
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -87,14 +85,6 @@ def block_of(inputs: int, blocks: int) -> int | None:
     while -(-inputs // block) > max(1, blocks):
         block *= 2
     return block if -(-inputs // block) == blocks else None
-
-
-def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
-    """Returns blocks per row if a checkpoint's matrix can be a `ScaledTensor`, else None."""
-    if values is None or values.blocks < 1:
-        return None
-    fits = values.blocks == 1 or block_of(inputs, values.blocks) == values.block
-    return values.blocks if fits else None
 
 
 def abstract_scaled(shape: tuple[int, ...], blocks: int) -> ScaledTensor:

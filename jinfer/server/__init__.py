@@ -1,1 +1,1 @@
-"""HTTP server: the APIs of OpenAI, vLLM, llama.cpp and Inferflow (Starlette, uvicorn)."""
+"""HTTP server: the APIs of OpenAI, Anthropic, Ollama, llama.cpp, vLLM and Inferflow."""

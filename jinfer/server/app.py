@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,21 +19,53 @@ from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.current_group import current_group
-from jinfer.server import ignored_fields
-from jinfer.server.batch_runner import BatchRunner
-from jinfer.server.endpoint import Endpoint, EndpointApp
-from jinfer.server.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
-from jinfer.server.http_responses import dumps
-from jinfer.server.metrics import Metrics
-from jinfer.server.middleware import RequestMiddleware
-from jinfer.server.model_manager import ModelManager
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.routes import ENDPOINTS, PAGE
-from jinfer.server.server_settings import ServerSettings
-from jinfer.server.service import Service
-from jinfer.server.stores import open_stores
+from jinfer.loader.config.config_json import SourceError
+from jinfer.server.core.endpoint import Endpoint, EndpointApp
+from jinfer.server.core.service import Service
+from jinfer.server.http import ignored_fields
+from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
+from jinfer.server.http.http_responses import dumps
+from jinfer.server.http.metrics import Metrics
+from jinfer.server.http.middleware import RequestMiddleware
+from jinfer.server.http.server_settings import ServerSettings
+from jinfer.server.models.model_manager import ModelManager
+from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.openai.batch_runner import BatchRunner
+from jinfer.server.page.static_files import PAGE_TAG
+from jinfer.server.routes import ENDPOINTS
+from jinfer.server.stores.batch_store import BatchStore
+from jinfer.server.stores.file_store import FileStore
+from jinfer.server.stores.response_store import ResponseStore
 
-_NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for what one was sent
+
+def open_stores(settings: ServerSettings) -> dict[str, Any]:
+    """Open the stores, as fields of `Service`.
+
+    Raises:
+        SourceError: a folder is unusable, or in use by another server.
+    """
+    responses = settings.responses_dir
+    try:
+        stores: dict[str, Any] = {
+            "responses": ResponseStore(
+                None if responses is None else Path(responses),
+                settings.max_responses,
+                settings.responses_bytes,
+                settings.responses_seconds,
+            )
+        }
+    except OSError as error:
+        raise SourceError(f"--responses-dir {responses}: {error}") from None
+    if settings.files_dir is not None:
+        try:
+            stores["files"] = FileStore(Path(settings.files_dir), settings.max_files)
+            stores["batches"] = BatchStore(stores["files"])
+        except OSError as error:
+            raise SourceError(f"--files-dir {settings.files_dir}: {error}") from None
+    return stores
+
+
+_NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for the data of a client
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
@@ -44,13 +77,13 @@ def build_app(
     on_service: Callable[[Service], Any] = lambda service: None,
     more: Sequence[Route] = (),
 ) -> ASGIApp:
-    """Builds the ASGI application. Its models are loaded when the lifespan starts.
+    """Build the ASGI application. Its models are loaded when the lifespan starts.
 
     Args:
-        registry: where its models come from.
+        registry: sources of the models.
         on_load_error: called with the error if a model cannot be loaded at startup.
         on_service: called with the `Service` once it is built.
-        more: routes that are not described.
+        more: additional routes, not in the OpenAPI document.
 
     Raises:
         SourceError, SpecError: the folder or the file of models cannot be read.
@@ -83,15 +116,20 @@ def build_app(
                 service.files.close()
             await models.close()
 
-    endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
-    errors = {path: one.errors for one in endpoints for path in one.paths}
+    endpoints = [endpoint for endpoint in ENDPOINTS if settings.page or endpoint.tag != PAGE_TAG]
+    errors = {path: endpoint.errors for endpoint in endpoints for path in endpoint.paths}
     app = Starlette(
         routes=[*_routes(endpoints, service), *more],
         lifespan=lifespan,
         exception_handlers={HTTPException: partial(_routing_error, errors)},
     )
     app.state.service = service
-    public = [(one.method, path) for one in endpoints if one.public for path in one.paths]
+    public = [
+        (endpoint.method, path)
+        for endpoint in endpoints
+        if endpoint.public
+        for path in endpoint.paths
+    ]
     gated: ASGIApp = RequestMiddleware(app, settings, metrics, public, errors)
     if settings.cors:
         gated = CORSMiddleware(
@@ -105,7 +143,7 @@ def build_app(
 
 
 def _end_streams(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-    """Ends open streams with the reason why the process exits, and waits for them to be flushed."""
+    """End open streams with the reason of the exit, and wait until they are flushed."""
 
     async def tell() -> None:
         service.models.refuse_requests()
@@ -126,11 +164,11 @@ async def _load_models(models: ModelManager, on_load_error: Callable[[BaseExcept
 
 
 def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
-    """One Starlette route for each path, dispatching on the HTTP method."""
+    """Create a Starlette route for each path, which dispatches on the HTTP method."""
     by_path: dict[str, dict[str, ASGIApp]] = {}
-    for one in endpoints:
-        for path in one.paths:
-            by_path.setdefault(path, {})[one.method] = EndpointApp(one, service)
+    for endpoint in endpoints:
+        for path in endpoint.paths:
+            by_path.setdefault(path, {})[endpoint.method] = EndpointApp(endpoint, service)
     return [
         Route(path, _MethodDispatch(answering), methods=sorted(_METHODS))
         for path, answering in by_path.items()
@@ -155,7 +193,7 @@ class _MethodDispatch:
 async def _routing_error(
     errors: Mapping[str, ErrorFormat], request: Request, error: Exception
 ) -> Response:
-    """Answers routing errors (404, 405) in the error format of the path."""
+    """Answer routing errors (404, 405) in the error format of the path."""
     assert isinstance(error, HTTPException)
     known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return Response(

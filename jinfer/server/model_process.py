@@ -1,7 +1,7 @@
 """Model process: serves one model at a Unix socket, for the server that started it.
 
-It is told what to serve in a line of JSON on its standard input, says in one on its standard output
-that the model is there, or why not, and ends when its standard input does: with its server.
+It reads its job as a line of JSON from standard input, and writes a line of JSON to standard output
+when the model is loaded or failed. It ends when its standard input does: with its server.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from typing import Any
 from jinfer.runtime.startup import importing
 from jinfer.runtime.thread_priority import lower_priority
 
-_SWITCH_INTERVAL = 0.001  # as of the server
-_POLL = 0.01  # seconds between two looks whether the model is there
+_SWITCH_INTERVAL = 0.001  # as in the server
+_POLL = 0.01  # seconds between two checks whether the model is loaded
 
 
 def main() -> int:
-    """Serves until its server has gone; returns the exit status."""
-    # Both come to every process of a terminal, or of a service; the server ends its models itself.
+    """Serve until the server has ended; return the exit status."""
+    # Terminals and service managers signal all processes; the server ends its models itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    asked = json.loads(sys.stdin.buffer.readline())
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries must not print to the answer
+    job = json.loads(sys.stdin.buffer.readline())
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    if not asked["socket"]:
+    if not job["socket"]:
         lower_priority()
-    # Beside the streams of other models: see `jinfer.runtime.thread_priority`.
+    # With a low priority, for the streams of other models: see `jinfer.runtime.thread_priority`.
     with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         thread.submit(_import).result()
-    from jinfer.server import request_log
+    from jinfer.server.http import request_log
 
-    log = request_log.set_up_logging(**asked["settings"]["log"])
-    # That it was loaded is said by its server.
+    log = request_log.set_up_logging(**job["settings"]["log"])
+    # The server logs that the model was loaded.
     logging.getLogger("jinfer.server").setLevel(logging.WARNING)
     try:
-        if asked["socket"]:
-            asyncio.run(_serve(asked, said))
+        if job["socket"]:
+            asyncio.run(_serve(job, output))
         else:
-            _describe(asked, said)
+            _describe(job, output)
     finally:
         log.stop()
     return 0
 
 
 def _import() -> None:
-    """Imports what takes long."""
+    """Import slow modules."""
     with importing():
         import uvicorn  # noqa: F401
 
@@ -62,21 +62,21 @@ def _import() -> None:
         import jinfer.server.run_server  # noqa: F401
 
 
-def _describe(asked: dict[str, Any], said: Any) -> None:
-    """Says what there is to say of a model without its weights."""
+def _describe(job: dict[str, Any], output: Any) -> None:
+    """Describe a model without its weights."""
     from jinfer.api.user_errors import USER_ERRORS
-    from jinfer.server.ollama_models import describe
-    from jinfer.server.server_settings import ModelSource
+    from jinfer.server.http.server_settings import ModelSource
+    from jinfer.server.ollama.ollama_models import describe
 
     try:
-        text, details = describe(ModelSource(**asked["source"]))
+        text, details = describe(ModelSource(**job["source"]))
         answer: dict[str, Any] = {"description": text, "details": asdict(details)}
     except USER_ERRORS as error:
         answer = {"error": " ".join(str(error).split())}
-    print(json.dumps(answer), file=said, flush=True)
+    print(json.dumps(answer), file=output, flush=True)
 
 
-async def _serve(asked: dict[str, Any], said: Any) -> None:
+async def _serve(job: dict[str, Any], output: Any) -> None:
     import uvicorn
     from starlette.requests import Request
     from starlette.responses import JSONResponse
@@ -84,22 +84,22 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
 
     from jinfer import progress
     from jinfer.server.app import build_app
-    from jinfer.server.model_registry import ModelRegistry
-    from jinfer.server.processor_flags import named_functions
+    from jinfer.server.core.service import Service
+    from jinfer.server.http.server_settings import ModelSource, ServerSettings
+    from jinfer.server.models.model_registry import ModelRegistry
     from jinfer.server.run_server import http_protocol
-    from jinfer.server.server_settings import ModelSource, ServerSettings
-    from jinfer.server.service import Service
+    from jinfer.server.serve_flags import named_functions
 
     progress.show(False)
-    source, processors = ModelSource(**asked["source"]), named_functions(asked["processors"])
-    settings = ServerSettings(**{**asked["settings"], "logits_processors": processors})
+    source, processors = ModelSource(**job["source"]), named_functions(job["processors"])
+    settings = ServerSettings(**{**job["settings"], "logits_processors": processors})
     services, failures = list[Service](), list[BaseException]()
 
     async def described(request: Request) -> JSONResponse:
-        """The model's statistics and adapters."""
-        (one,) = services[0].models.models
-        adapters = one.adapter_sources
-        return JSONResponse({"stats": asdict(one.llm.stats()), "adapters": adapters})
+        """Return the model's statistics and adapters."""
+        (model,) = services[0].models.models
+        adapters = model.adapter_sources
+        return JSONResponse({"stats": asdict(model.llm.stats()), "adapters": adapters})
 
     app = build_app(
         ModelRegistry((source,)),
@@ -109,10 +109,10 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
         more=[Route("/worker", described)],
     )
     (service,) = services
-    (one,) = service.models.models
+    (model,) = service.models.models
 
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(asked["socket"])
+        listener.bind(job["socket"])
         listener.listen()
         config = uvicorn.Config(
             app,
@@ -130,11 +130,11 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
         while not (service.models.ready or failures or serving.done()):
             await asyncio.sleep(_POLL)
         answer: dict[str, Any] = {"error": " ".join(str(failures[0]).split())} if failures else {}
-        if one.details is not None:
-            answer = {"details": asdict(one.details), "adapters": one.adapter_sources}
-        print(json.dumps(answer), file=said, flush=True)
+        if model.details is not None:
+            answer = {"details": asdict(model.details), "adapters": model.adapter_sources}
+        print(json.dumps(answer), file=output, flush=True)
         if not failures:
-            await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has gone
+            await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has ended
             lower_priority()
             service.cancel_answers()
             await asyncio.sleep(_POLL)

@@ -11,30 +11,30 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jinfer.server.endpoint import EmptyBody, Endpoint
-from jinfer.server.query_params import QUERY_PARAMETERS
+from jinfer.server.core.endpoint import EmptyBody, Endpoint
+from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
-    "400": "a field that is wrong",
-    "401": "a key is needed",
+    "400": "an invalid field",
+    "401": "a key is required",
     "403": "not allowed here",
-    "404": "no such model",
-    "405": "another method",
-    "408": "the body did not come",
+    "404": "not found",
+    "405": "wrong method",
+    "408": "the body did not arrive",
     "413": "the body is too long",
     "415": "the body is compressed",
-    "429": "too many requests wait",
-    "500": "the server's fault",
-    "501": "not to be had here",
-    "503": "not yet, or no longer",
+    "429": "too many waiting requests",
+    "500": "server error",
+    "501": "not supported",
+    "503": "the server is starting or shutting down",
 }
 
 
 @cache
 def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
-    """The OpenAPI document: requests and responses of every route."""
+    """Build the OpenAPI document: requests and responses of every route."""
     models = _models(endpoints)
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
@@ -61,9 +61,13 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 
 
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
-    models = (model for one in endpoints for model in (one.request_model, one.response_model))
+    models = (
+        model
+        for endpoint in endpoints
+        for model in (endpoint.request_model, endpoint.response_model)
+    )
     used = [model for model in models if model is not None and model is not EmptyBody]
-    return list(dict.fromkeys([*(one.errors.schema for one in endpoints), *used]))
+    return list(dict.fromkeys([*(endpoint.errors.schema for endpoint in endpoints), *used]))
 
 
 def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
@@ -90,7 +94,9 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.request_model is not EmptyBody:
         body = {endpoint.body_media_type: {"schema": reference(endpoint.request_model)}}
         fields = endpoint.request_model.model_fields.values()
-        needed = any(one.is_required() for one in fields)  # else no body is an empty object
+        needed = any(
+            field.is_required() for field in fields
+        )  # without required fields the body may be empty
         operation["requestBody"] = {"required": needed, "content": body}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -108,7 +114,7 @@ _NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
 
 @cache
 def docs_page(endpoints: tuple[Endpoint, ...]) -> bytes:
-    """The documentation as HTML, without scripts or external resources."""
+    """Build the documentation as HTML, without scripts or external resources."""
     made = openapi_document(endpoints)
     schemas = made["components"]["schemas"]
     parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]
@@ -143,7 +149,7 @@ def _shown(
 
 def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        kinds = [_type(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        kinds = [_type(item) for item in schema["anyOf"] if item.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]

@@ -23,19 +23,19 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.opening.local_weights import check
-from jinfer.opening.sources import SourceError
-from jinfer.server import request_log
+from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.sources import check_places
 from jinfer.server.app import build_app
-from jinfer.server.client_shares import most_connections, raise_descriptor_limit
-from jinfer.server.fair_accept import FairAccept
-from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.core.service import Service
+from jinfer.server.http import request_log
+from jinfer.server.http.client_shares import connection_limit, raise_descriptor_limit
+from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.server_settings import ModelSource
+from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
-from jinfer.server.server_settings import ModelSource
-from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
-_BACKLOG = 4096  # connections that the system keeps until they are accepted
+_BACKLOG = 4096  # connections that the system queues until they are accepted
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
 _NOTIFY_SECONDS = 3  # seconds to notify clients at shutdown
 _POLL_SECONDS = 0.1  # seconds between two checks for another signal
@@ -45,7 +45,7 @@ _SWITCH_INTERVAL = 0.001
 
 
 def serve(flags: Mapping[str, Any]) -> int:
-    """Runs the server until a signal stops it; returns the exit status.
+    """Run the server until a signal stops it; return the exit status.
 
     Raises:
         SourceError, SpecError: an invalid flag.
@@ -64,8 +64,8 @@ def serve(flags: Mapping[str, Any]) -> int:
         server.should_exit = True
 
     _check_tls(flags)
-    for one in sources:  # fails before the first model is loaded
-        check(one.path, one.overrides)
+    for source in sources:  # fails before the first model is loaded
+        check_places(source.path, source.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(
@@ -86,15 +86,16 @@ def serve(flags: Mapping[str, Any]) -> int:
             config.load()
         server = _Server(config, services[0], grace)
         log = request_log.set_up_logging(**log_as)
-        progress.show(False)  # progress goes to the log instead
+        progress.show(False)  # progress is logged instead
         where = _url(listeners[0], config.is_ssl)
         _log.info(
-            "listening", extra={"at": where, "models": [one.name for one in registry.sources()]}
+            "listening",
+            extra={"at": where, "models": [source.name for source in registry.sources()]},
         )
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
         if not settings.keys and {*_hosts(flags)} - {"127.0.0.1", "localhost", "::1"}:
-            _log.warning("anybody who reaches the port may use it; set --api-key")
+            _log.warning("anyone who reaches the port may use the server; set --api-key")
         # uvicorn re-raises the signal that stopped it, unless a handler is installed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -112,7 +113,7 @@ def serve(flags: Mapping[str, Any]) -> int:
 
 
 def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> ModelRegistry:
-    """Where the server's models come from."""
+    """Create the registry of the server's models."""
     folder, file = (
         flags[key] and Path(flags[key]).expanduser() for key in ("models_dir", "models")
     )
@@ -120,7 +121,7 @@ def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> Model
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that accepts fairly, and ends unfinished streams with an error.
+    """A uvicorn server with fair accept, which ends unfinished streams with an error.
 
     A second signal skips the grace period.
     """
@@ -133,32 +134,40 @@ class _Server(uvicorn.Server):
         self._hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Records a signal; uvicorn would exit at the second SIGINT without closing the models."""
+        """Record a signal; uvicorn would exit at the second SIGINT without closing the models."""
         self._hurried = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections at sockets; where there is no httptools, uvicorn does."""
+        """Accept connections on sockets; without httptools, uvicorn accepts."""
         config = self.config
         if http_protocol() == "auto":
             await super().startup(sockets)
             return
-        from jinfer.server.http_protocol import HEAD_SECONDS, connection_shares
+        from jinfer.server.http.http_protocol import HEAD_SECONDS, connection_shares
 
         await super().startup([])
         state, connections = self.lifespan.state, self.server_state.connections
 
         def make_protocol() -> asyncio.Protocol:
-            given = {"config": config, "server_state": self.server_state, "app_state": state}
-            return config.http_protocol_class(**given)
+            arguments = {"config": config, "server_state": self.server_state, "app_state": state}
+            return config.http_protocol_class(**arguments)
 
-        shares, most = connection_shares(state), most_connections()
-        given = sockets or [], make_protocol, shares, connections, most, config.ssl, HEAD_SECONDS
-        self._accept = FairAccept(*given)
+        shares, max_connections = connection_shares(state), connection_limit()
+        arguments = (
+            sockets or [],
+            make_protocol,
+            shares,
+            connections,
+            max_connections,
+            config.ssl,
+            HEAD_SECONDS,
+        )
+        self._accept = FairAccept(*arguments)
         self._accept.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets responses finish, within the grace period."""
+        """Let responses finish, within the grace period."""
         if self._accept is not None:
             self._accept.stop()
         self._service.models.refuse_requests()
@@ -181,32 +190,32 @@ class _Server(uvicorn.Server):
 
 
 def http_protocol() -> Any:
-    """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
+    """Return the HTTP protocol class; without httptools uvicorn's h11, which supports HTTP/1.0."""
     if find_spec("httptools") is None:
         return "auto"
-    from jinfer.server.http_protocol import BoundedProtocol
+    from jinfer.server.http.http_protocol import BoundedProtocol
 
     return BoundedProtocol
 
 
 def _is_plain(form: str) -> bool:
-    """Whether the log is formatted for a terminal."""
+    """Return whether the log is formatted for a terminal."""
     return form == "text" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
 
 
 def _local(where: str) -> str:
-    """An address that a browser on this machine can open."""
+    """Return an address that a local browser can open."""
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _hosts(flags: Mapping[str, Any]) -> list[str]:
-    """The addresses to listen at."""
-    return [one.strip() for one in flags["host"].split(",")]
+    """Return the addresses to listen on."""
+    return [text.strip() for text in flags["host"].split(",")]
 
 
 @contextlib.contextmanager
 def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
-    """Listening sockets, all of one port. Raises `SourceError`."""
+    """Open listening sockets with the same port. Raises `SourceError`."""
     path, listeners = flags["uds"], list[socket.socket]()
     port = 0 if path else flags["port"]
     with contextlib.ExitStack() as opened:
@@ -215,9 +224,9 @@ def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
                 listener = opened.enter_context(_unix(Path(path)) if path else _tcp(host, port))
             except (OSError, OverflowError) as error:
                 where = path or f"{host}:{port}"
-                raise SourceError(f"cannot listen at {where}: {error}") from None
+                raise SourceError(f"cannot listen on {where}: {error}") from None
             listeners.append(listener)
-            port = 0 if path else listener.getsockname()[1]  # 0 was any that is free
+            port = 0 if path else listener.getsockname()[1]  # port 0 became a free port
         own = _inode(Path(path)) if path else None
         yield listeners
     if path and own == _inode(Path(path)):  # unless another process has replaced it since
@@ -225,7 +234,7 @@ def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file."""
+    """Return the device and inode of a file."""
     with contextlib.suppress(OSError):
         found = path.stat()
         return found.st_dev, found.st_ino
@@ -240,7 +249,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 
 def _unix(path: Path) -> socket.socket:
-    """A Unix socket for this user and group; a stale one is replaced."""
+    """Open a Unix socket for this user and group; replace a stale socket."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode) and not _is_listening(path):
             path.unlink()
@@ -262,7 +271,7 @@ def _listening(listener: socket.socket, address: Any) -> socket.socket:
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether a process listens on a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as trial:
         try:
             trial.connect(str(path))
@@ -280,18 +289,18 @@ def _url(listener: socket.socket, tls: bool) -> str:
 
 
 def _check_tls(flags: Mapping[str, Any]) -> None:
-    """Raises `SourceError` for missing TLS files, or a key without a certificate."""
+    """Raise `SourceError` for missing TLS files, or a key without a certificate."""
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
         if flags[key] is not None and flags[_TLS[0]] is None:
-            raise SourceError(f"{flag} needs --ssl-certfile beside it")
+            raise SourceError(f"{flag} needs --ssl-certfile")
         if flags[key] is not None and not Path(flags[key]).is_file():
             raise SourceError(f"{flag} {flags[key]}: there is no such file")
 
 
 @contextlib.contextmanager
 def _tls_errors(flags: Mapping[str, Any]) -> Iterator[None]:
-    """Raises `SourceError` for unusable certificates and keys."""
+    """Raise `SourceError` for unusable certificates and keys."""
     try:
         yield
     except OSError as error:  # SSLError is a subclass

@@ -1,24 +1,65 @@
-"""Server flags: the command line of `jinfer serve`, and the environment variables beside it."""
+"""Server flags: the command line and environment variables of `jinfer serve`."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
+from jinfer.loader.config.config_json import SourceError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.opening.sources import SourceError
-from jinfer.server.auth import read_api_keys
-from jinfer.server.flag_table import FLAGS
-from jinfer.server.flag_types import PREFIX, ServeFlag
-from jinfer.server.processor_flags import named_functions
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+
+_NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
+
+
+def named_functions(texts: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Import functions by their names in requests.
+
+    Modules may be in the current folder.
+
+    Args:
+        texts: NAME=MODULE:FUNCTION.
+
+    Raises:
+        SourceError: a function cannot be imported, or a name occurs twice.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for text in texts:
+        if (match := _NAMED.fullmatch(text)) is None:
+            raise SourceError(f"--logits-processor {text[:200]}: write NAME=MODULE:FUNCTION")
+        if match[1] in found:
+            raise SourceError(f"--logits-processor {match[1]}: the name occurs twice")
+        found[match[1]] = _function(text, match[2], match[3])
+    return found
+
+
+def _function(text: str, module: str, path: str) -> Callable[..., Any]:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        value: Any = import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except Exception as error:  # importing runs the module's code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise SourceError(f"--logits-processor {text[:200]}: {reason}") from error
+    if not callable(value):
+        raise SourceError(
+            f"--logits-processor {text[:200]}: {type(value).__name__} is not a function"
+        )
+    return value
+
 
 _SHORT = (
     *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
@@ -28,7 +69,7 @@ _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The argument parser; flags that are not given are absent from its result."""
+    """Create the argument parser; absent flags are absent from its result."""
     made = CliParser(
         prog=prog_of_module("jinfer.serve"),
         usage="%(prog)s [SOURCE...] [flags]",
@@ -63,20 +104,20 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(
     arguments: Sequence[str] | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The flags of the command line, and of the environment where it has none.
+    """Parse the flags of the command line, and of the environment.
 
     Raises:
         SourceError: an invalid environment variable.
     """
-    given = vars(make_parser().parse_args(arguments))
+    parsed = vars(make_parser().parse_args(arguments))
     found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
     for flag in FLAGS:
         if flag.variable in environment:
             found[flag.key] = _value(flag, environment[flag.variable])
-    if not given.get("source"):
+    if not parsed.get("source"):
         listed = environment.get(f"{PREFIX}SOURCE", "")
-        given["source"] = [one for one in re.split(r"[\n,]", listed) if one.strip()]
-    return {**found, **given}
+        parsed["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
+    return {**found, **parsed}
 
 
 def _value(flag: ServeFlag, text: str) -> Any:
@@ -87,7 +128,7 @@ def _value(flag: ServeFlag, text: str) -> Any:
             raise SourceError(f"{where}: write true or false")
         return words[text.lower()]
     if flag.kind is list:
-        return [one.strip() for one in text.split(",") if one.strip()]
+        return [item.strip() for item in text.split(",") if item.strip()]
     if flag.choices and text not in flag.choices:
         raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
     try:
@@ -97,7 +138,7 @@ def _value(flag: ServeFlag, text: str) -> Any:
 
 
 def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
-    """The server's settings. Raises `SourceError` for keys or functions that cannot be read."""
+    """Create the server's settings. Raises `SourceError` for unreadable keys or functions."""
     keys = tuple(flags["api_key"])
     if flags["api_key_file"]:
         keys += read_api_keys(Path(flags["api_key_file"]))
@@ -138,10 +179,10 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
 
 
 def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
-    """The models that the command line names.
+    """List the models of the command line.
 
     Raises:
-        SourceError: there is none, and no folder or file of models; or two have the same name.
+        SourceError: there is no model, folder or file of models; or a duplicate name.
         SpecError: an invalid override.
     """
     named = [*([flags["model"]] if flags["model"] else []), *flags["source"]]
@@ -152,11 +193,11 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
         )
     overrides = overrides_of(flags)
     sources = [_source(text, overrides) for text in named]
-    if called := [one.strip() for one in (flags["alias"] or "").split(",") if one.strip()]:
+    if called := [text.strip() for text in (flags["alias"] or "").split(",") if text.strip()]:
         if not sources:
-            raise SourceError("--alias names the first SOURCE, and there is none")
+            raise SourceError("--alias names the first SOURCE, but there is no SOURCE")
         sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
-    names = [name for one in sources for name in (one.name, *one.aliases)]
+    names = [name for source in sources for name in (source.name, *source.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise SourceError(f"two models are called {name}; name them: other={sources[0].path}")
@@ -164,11 +205,11 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
 
 
 def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of all models' specifications. Raises `SourceError` and `SpecError`."""
+    """Return the overrides of all models. Raises `SourceError` and `SpecError`."""
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
-    given = {
+    values = {
         "engine.context": flags["ctx_size"],
         "engine.slots": flags["parallel"],
         "engine.max_adapters": flags["max_adapters"],
@@ -183,7 +224,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         "generation.thinking_budget_message": flags["reasoning_budget_message"],
         "dtype": flags["dtype"] or None,
     }
-    for key, value in given.items():
+    for key, value in values.items():
         if value is not None:
             overrides = merge(overrides, nested(key, value))
     for text in flags["adapter"]:
@@ -198,7 +239,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(flags: Mapping[str, Any]) -> str:
-    """A chat template, or the content of the file that is named."""
+    """Return a chat template, or the content of a file."""
     text = flags["chat_template"]
     if "{" in text:
         return text
@@ -209,7 +250,7 @@ def _template(flags: Mapping[str, Any]) -> str:
 
 
 def _source(text: str, overrides: Mapping[str, Any]) -> ModelSource:
-    """A model given as NAME=SOURCE, or as a source alone."""
+    """Read a model given as NAME=SOURCE or SOURCE."""
     named = _ALIAS.fullmatch(text)
     if named is not None and not Path(text).exists():
         return ModelSource(named[1], named[2], overrides)
@@ -217,7 +258,7 @@ def _source(text: str, overrides: Mapping[str, Any]) -> ModelSource:
 
 
 def default_model_name(source: str) -> str:
-    """The default name of a source: its file without the suffix, or its folder."""
+    """Return the default name of a source: its file without the suffix, or its folder."""
     if source.startswith("hf://"):
         return source.removeprefix("hf://")
     path = PurePath(source.partition("://")[2] or source)
@@ -225,3 +266,19 @@ def default_model_name(source: str) -> str:
     for ending in (".toml", ".gguf", ".bin", ".safetensors"):
         name = name.removesuffix(ending)
     return name
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read API keys from a file, one per line; empty lines and lines starting with # are skipped.
+
+    Raises:
+        SourceError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: {error}; write a key per line") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise SourceError(f"{path}: has no key; write a key per line")
+    return keys

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.engine.engine import Engine
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.open_model import Opened
 from jinfer.speculate.calibrate_costs import calibrate_costs
 from jinfer.speculate.draft_length import DraftLength
 from jinfer.speculate.draft_model import DraftModel

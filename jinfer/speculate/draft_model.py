@@ -24,7 +24,6 @@ from jinfer.ops.attention.kv_cache import STATE, Cache
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.speculate.token_tree import ROOT, TokenTree
 
 _CHUNK = 256  # tokens of a prompt that are prefilled before a draft
@@ -46,9 +45,7 @@ def draft_programs(
     if STATE in groups:
         groups[STATE] = 2 * target.slots
     sizes = Sizes(target.slots, target.context, target.vocab, groups, kv_cache)
-    if device is None:
-        return CompiledPrograms(model, sizes)
-    return OtherDevicePrograms(model=model, sizes=sizes, device=device)
+    return CompiledPrograms(model, sizes, device=device)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.speculation_table import DraftSpec
-from jinfer.opening.open_model import Opened
 from jinfer.speculate.drafter import DraftContext, Drafter
 from jinfer.speculate.layer_skipping import layer_skipping
 from jinfer.speculate.model_drafters import model_drafter

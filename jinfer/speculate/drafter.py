@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.loader.open_model import Opened
 from jinfer.modelspec.speculation_table import DraftSpec
-from jinfer.opening.open_model import Opened
 from jinfer.speculate.token_tree import TokenTree
 
 

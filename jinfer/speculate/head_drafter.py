@@ -16,7 +16,6 @@ from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.other_device import OtherDevicePrograms
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,9 +50,9 @@ class HeadDrafter(DraftModel):
         program = target.programs.get(StepKey("gather_taps", len(rows)))
         arguments = (rows, positions, target.slot_tables())
         vectors = program(target.programs.hidden_taps(target.cache), *arguments)
-        if isinstance(self.programs, OtherDevicePrograms):
-            return jax.device_put(vectors, self.programs.device)
-        return vectors
+        if self.programs.device is None:
+            return vectors
+        return jax.device_put(vectors, self.programs.device)
 
     def announce(self) -> list[Future[Program]]:
         keys = [*self._step_keys()]

@@ -10,16 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from jinfer.engine.engine_core import EngineCore
+from jinfer.loader.open_model import Opened
+from jinfer.loader.weights.load_weights import load
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.tensor_mapping import by_name
 from jinfer.modelspec.draft_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import Opened
-from jinfer.speculate.other_device import OtherDevicePrograms
-from jinfer.weights.load_weights import load
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.tensor_mapping import by_name
+from jinfer.speculate.other_device import put_on
 
 
 def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
@@ -67,9 +67,10 @@ class HeadWeights:
 
     def load(self, engine: EngineCore, programs: Any, progress: bool) -> tuple[Any, ...]:
         """Loads all parameters; on the target's device the shared ones are the target's arrays."""
-        if isinstance(programs, OtherDevicePrograms):
-            loaded = load(self.own, programs.place, progress=progress)
-            known: tuple[Any, ...] = load(self.shared, programs.place, progress=progress)
+        if programs.device is not None:
+            put = put_on(programs.device)
+            loaded = load(self.own, put, progress=progress)
+            known: tuple[Any, ...] = load(self.shared, put, progress=progress)
         else:
             loaded = load(self.own, progress=progress)
             every = dict(zip(engine.model.names, engine.parameters, strict=True))

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.loader.weights import load_weights
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
+from jinfer.loader.weights.read_weights import on_device
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
@@ -17,11 +21,7 @@ from jinfer.speculate.drafter import DraftContext
 from jinfer.speculate.head_drafter import HeadDrafter
 from jinfer.speculate.head_weights import head_weights
 from jinfer.speculate.open_draft_model import KEY
-from jinfer.speculate.other_device import OtherDevicePrograms
-from jinfer.weights import load_weights
-from jinfer.weights.plan_weights import WeightPlan, plan_weights
-from jinfer.weights.quantized_cache import with_formats
-from jinfer.weights.read_weights import on_device
+from jinfer.speculate.other_device import put_on
 
 
 def model_drafter(context: DraftContext) -> DraftModel:
@@ -55,7 +55,7 @@ def model_drafter(context: DraftContext) -> DraftModel:
 
 def _load(plan: WeightPlan, programs: CompiledPrograms, progress: bool) -> tuple[Any, ...]:
     """The weights of a draft model, on its device."""
-    put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
+    put = on_device if programs.device is None else put_on(programs.device)
     return load_weights.load(plan, put, progress=progress)
 
 

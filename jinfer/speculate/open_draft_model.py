@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinfer.loader.open_model import Opened, open_model
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.speculation_table import DraftSpec
-from jinfer.opening.open_model import Opened, open_model
 from jinfer.tokenizer import Tokenizer
 
 KEY = "speculation.draft"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import Drawn, Table, View, beneath
-from jinfer.weights.model_size import bytes_text
 
 if TYPE_CHECKING:
     from jinfer.api.llm import LLM
@@ -50,10 +50,10 @@ class MemoryUse:
 def memory(llm: LLM) -> View:
     """What weights and cache take; nothing is computed or copied."""
     from jinfer.engine.scheduling.cache_size import block_bytes
+    from jinfer.loader.weights.grouped_blocks import described
     from jinfer.nn.lora_rows import is_adapter
     from jinfer.ops.attention.kv_cache import BLOCK, nbytes
     from jinfer.quant import QuantizedTensor
-    from jinfer.quant.grouped_blocks import described
 
     engine = llm.session.engine
     model, sizes = engine.model, engine.programs.sizes

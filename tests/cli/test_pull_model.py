@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jinfer.cli import main, pull_model
-from jinfer.opening.sources import locate
+from jinfer.loader.sources import locate
 
 
 @pytest.fixture

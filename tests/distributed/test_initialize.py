@@ -19,8 +19,8 @@ from jinfer.distributed.job_config import JobConfig, find_job
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.unsupported import check_stages
 from jinfer.distributed.wire_format import serialize
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
 from tests.distributed.jobs import free_port
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 from tests.distributed.jobs import free_port, ran, started_job
 from tests.distributed.test_ending import answering
 from tools.bench_models import LlamaShape, make_up

@@ -288,7 +288,7 @@ def test_what_is_refused(llm: LLM, asked: dict[str, Any], said: str) -> None:
 
 
 def test_not_in_parts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
+    monkeypatch.setattr(llm.session.engine.programs, "pipeline", object())
     with pytest.raises(
         RequestError, match=r"capture: the model is divided .*without \[partition\]"
     ):

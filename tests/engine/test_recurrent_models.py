@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.weights.model_size import bytes_text
 
 from .hybrid import MANY, check_company, write_hybrid
 from .test_schedules import ALL, schedules
@@ -120,7 +120,7 @@ def test_memory_of_states() -> None:
         assert programs.sizes.blocks == {"state": 13}
         shapes: Any = llm.session.engine.model.caches.values()
         bytes_ = 4 * sum(math.prod(each) for shape in shapes for _, each in shape.arrays)
-        assert f"room for 13 recurrent states of {bytes_text(bytes_)}" in programs.memory
+        assert f"room for 13 recurrent states of {bytes_text(bytes_)}" in programs.pipeline.memory
         llm.generate([tokens(40)], max_tokens=2)
         cache = jax.tree.leaves(llm.session.engine.cache)
         assert sum(array.nbytes for array in cache) == 13 * bytes_

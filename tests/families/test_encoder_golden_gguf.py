@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 
 from .gguf_files import write_gguf
 from .test_encoder_gguf import renamed

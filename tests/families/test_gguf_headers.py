@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jinfer.loader.config.unused_config import check_unused
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.open_model import open_files
+from jinfer.loader.resolve_model import family_of, resolve_model
+from jinfer.loader.weights.tensor_mapping import find_origins
 from jinfer.modelspec.blocks import GatedMLPSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.model_files import ModelFiles
-from jinfer.opening.open_model import open_files
-from jinfer.opening.resolve_model import family_of, resolve_model
-from jinfer.opening.unused_config import check_followed
-from jinfer.weights.tensor_mapping import find_origins
 
 from .gguf_files import write_gguf
 from .gguf_headers import Header, headers
@@ -34,7 +34,7 @@ def used(folder: Path, header: Header) -> set[str]:
     files = opened(folder, header)
     assert Path(family_of(files)).stem == header.family
     spec, unread = resolve_model(files, {})
-    check_followed(unread, files.config, spec)
+    check_unused(unread, files.config, spec)
     found = find_origins(build_abstract_model(spec, jnp.float32), files.checkpoint, spec.tensors)
     return {file.name for origin in found.values() for file in origin.files}
 
@@ -68,7 +68,7 @@ def test_norms_of_a_state_space_that_are_not_built(tmp_path: Path) -> None:
     files = opened(tmp_path, named("falcon_mamba"))
     _, unread = resolve_model(files, {})
     with pytest.raises(SpecError, match=r"mamba\.ssm\.dt_b_c_rms: True is not followed"):
-        check_followed(unread, files.config, plain)
+        check_unused(unread, files.config, plain)
 
 
 def test_rotated_halves_whose_rows_were_reordered(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 
 from .gguf_files import write_gguf
 from .llama_line import KV_HEADS, LLAMA, affine, llama_shapes

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 
 from .gguf_files import write_gguf
 from .test_moe_gguf import side_by_side

@@ -16,16 +16,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.config.config_json import language_model
+from jinfer.loader.open_model import open_files
+from jinfer.loader.resolve_model import family_of
+from jinfer.loader.weights.tensor_mapping import LoadError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
-from jinfer.opening.multimodal import language_model
-from jinfer.opening.open_model import open_files
-from jinfer.opening.resolve_model import family_of
-from jinfer.weights.tensor_mapping import LoadError
 from tests.families.drawn_weights import drawn
 from tests.families.test_transformers_logits import TEXT, greedy_tokens
-from tests.opening.resolving import resolved
+from tests.loader.resolving import resolved
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors

@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.quant import ReorderedTensor
 from jinfer.quant.scaled_tensor import ScaledTensor
-from jinfer.weights.plan_weights import plan_weights
-from tests.checkpoint.quantized_cases import CASES, Case
-from tests.checkpoint.quantized_writers import Arrays, mxfp4
 from tests.engine.adapters import write_adapter
+from tests.loader.checkpoint.quantized_cases import CASES, Case
+from tests.loader.checkpoint.quantized_writers import Arrays, mxfp4
 from tools.match_checkpoint import describe
 from tools.quantize import convert
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.checkpoint import CheckpointError
-from jinfer.weights.tensor_mapping import LoadError
+from jinfer.loader.checkpoint import CheckpointError
+from jinfer.loader.weights.tensor_mapping import LoadError
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import attention, rms_norm
 from tests.reference.numpy_positions import Floats, rope, yarn_frequencies

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, read_toml
-from jinfer.opening.open_model import open_model
 from tests.families import second_checkpoints as second
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.weights.tensor_mapping import find_origins
 from jinfer.modelspec.blocks import HeadSpec
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.weights.tensor_mapping import find_origins
-from tests.opening.resolving import resolved
+from tests.loader.resolving import resolved
 
 from .gguf_files import write_gguf
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax import Array
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.sampling.truncation import top_mass
 from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from kernels_pallas.matmul.triton import numbers_of, operands, weights
 from kernels_pallas.matmul.weight_layout import arrange_inputs
 from tests.arrays import on_device

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.quant_format import FORMATS
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from tests.kernels_pallas.sass import instructions, name_of, tools
 from tests.kernels_pallas.targets import compiled_targets
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_files import families, find_family, read_toml

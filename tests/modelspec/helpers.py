@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.resolve_model import without_infinity
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
@@ -16,7 +17,6 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import format_table, with_families
 from jinfer.modelspec.spec_values import MissingKey, SpecValues, row_counter
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.opening.resolve_model import without_infinity
 
 PATH = "made-up.toml"
 

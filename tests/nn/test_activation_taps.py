@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.formula import compile_formula
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.activation_taps import ActivationTaps, TapError, Tapping, observed, tapped
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import abstract_cache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

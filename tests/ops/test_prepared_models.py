@@ -14,8 +14,9 @@ from jax import Array
 
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.storage_plan import columns_here
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.ops.attention import paged_attention
 from jinfer.ops.attention.kv_cache import KVPool, zero_cache
 from jinfer.ops.attention.xla import attend_xla
@@ -23,7 +24,6 @@ from jinfer.ops.backend import target_platform
 from jinfer.ops.fusion import fuse_cpu
 from jinfer.quant import parse_format
 from jinfer.quant.quantized_tensor import abstract
-from jinfer.weights.storage_plan import columns_here
 from kernels_pallas.matmul import triton
 from tests.arrays import on_device
 from tests.ops.test_fuse_gpu import plain_product

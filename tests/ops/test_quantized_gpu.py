@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
 from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul import quantized
 from jinfer.ops.matmul.quantized import quantized_matmul
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.quantized_tensor import abstract, from_codes
 from tests.kernels_pallas.helpers import H200
 

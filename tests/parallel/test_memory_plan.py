@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer import LLM
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU, PartitionSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.speculation_table import DraftSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, partition_plan
-from jinfer.weights.plan_weights import plan_weights
 from tools import bench_partition, inspect
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import zero_cache
 from jinfer.ops.backend import backend, target_platform
 from jinfer.ops.matmul import dense

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.block import Block
 from jinfer.nn.tensor_parallel import ColumnLinearBlock, RowLinearBlock, ShardedRMSBlock
-from jinfer.opening.open_model import open_model
 from jinfer.parallel.shard_recurrences import divided_modules
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -13,7 +13,7 @@ from jinfer.ops.matmul import matmul as ops
 from jinfer.quant import calibration_stats
 from jinfer.quant.calibration_stats import Kind, RecordedWeight, record_inputs
 from tests.arrays import on_device
-from tests.weights.loading import model, parameters
+from tests.loader.weights.loading import model, parameters
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
 

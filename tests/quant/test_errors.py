@@ -5,8 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jinfer.checkpoint import open_checkpoint
-from jinfer.opening.sources import locate
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.sources import locate
 from jinfer.quant import FORMATS, parse_format
 from jinfer.quant.quantize_matrix import Method, quantize
 from tests.quant.theory import nearest_rmse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.checkpoint.gguf import open_gguf
+from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
 from jinfer.tokenizer.piece_bytes import PieceBytes
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from jinfer.server.server_settings import ServerSettings
+from jinfer.server.http.server_settings import ServerSettings
 from tests.server.running import SMOL, Running, serving
 
 

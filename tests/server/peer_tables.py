@@ -1,7 +1,7 @@
-"""The table of docs/serving.md that says of each field of other services what is done with it.
+"""The table in docs/serving.md of other services' fields, and how the server handles each.
 
-`python -m tests.server.peer_tables` writes it anew; test_documentation.py compares it. The lists of
-fields are those of the services' own descriptions, in November 2026; what is done follows from the
+`python -m tests.server.peer_tables` writes it; test_documentation.py compares it. The lists of
+fields are from the services' own descriptions, in November 2026; the handling follows from the
 schemas here.
 """
 
@@ -11,8 +11,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
+from jinfer.server.http.schema_base import Ignored
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.schema_base import Ignored
 from tests.server.running import ROOT
 
 PAGE = ROOT / "docs" / "serving.md"
@@ -94,16 +94,16 @@ FIELDS: dict[str, dict[str, str]] = {
     },
 }
 
-# What handlers and types say, rather than marks.
-_ONLY = "refused, but for what changes nothing"
-SAID = {
-    **dict.fromkeys(("n_keep", "n_discard"), f"{_ONLY}: a context is never shifted"),
-    "n_indent": f"{_ONLY}: a grammar says how lines begin",
-    "parse_tool_calls": f"{_ONLY}: calls are always told from the answer",
-    "min_keep": f"{_ONLY}: filters keep what they keep",
-    "/api/generate images": "refused: models read text alone",
-    "/api/generate template": "refused: --chat-template says it for all requests",
-    "/api/generate suffix": "refused: /v1/completions fills in",
+# Handling that handlers and types define, rather than marks.
+_ONLY = "rejected, other than values without effect"
+HANDLED = {
+    **dict.fromkeys(("n_keep", "n_discard"), f"{_ONLY}: the context is never shifted"),
+    "n_indent": f"{_ONLY}: use a grammar",
+    "parse_tool_calls": f"{_ONLY}: tool calls are always parsed",
+    "min_keep": f"{_ONLY}: samplers have no minimum",
+    "/api/generate images": "rejected: models read text only",
+    "/api/generate template": "rejected: use --chat-template",
+    "/api/generate suffix": "rejected: use /v1/completions",
 }
 
 
@@ -113,7 +113,7 @@ def schema(route: str) -> type[BaseModel]:
 
 
 def field_of(model: Any, path: str) -> FieldInfo | None:
-    """A field of a schema, or of one within it; None if there is none."""
+    """A field of a schema or of a nested schema; None without such a field."""
     first, _, rest = path.partition(".")
     names = {name: name for name in model.model_fields}
     names |= {one.alias: name for name, one in model.model_fields.items() if one.alias}
@@ -132,27 +132,27 @@ def _is_model(kind: Any) -> bool:
 
 
 def done(route: str, path: str) -> str:
-    """What is done with a field."""
+    """How the server handles a field."""
     found = field_of(schema(route), path)
-    if (said := SAID.get(path) or SAID.get(f"{route} {path}")) is not None:
-        return said
+    if (handling := HANDLED.get(path) or HANDLED.get(f"{route} {path}")) is not None:
+        return handling
     if found is None:
-        return "refused: not known"
+        return "rejected: unknown"
     for mark in found.metadata:
         if isinstance(mark, Ignored):
-            return f"told: {mark.reason}"
+            return f"ignored: {mark.reason}"
         if isinstance(mark, BeforeValidator) and "rejected_field" in mark.func.__qualname__:
             why = next(
                 cell.cell_contents
                 for cell in mark.func.__closure__ or ()
                 if isinstance(cell.cell_contents, str)
             )
-            return f"refused, but for what changes nothing: {why}"
-    return "followed"
+            return f"{_ONLY}: {why}"
+    return "supported"
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Fields, who sends them where, and what is done."""
+    """Fields, the routes and services that have them, and the handling."""
     outcomes: dict[tuple[str, str], dict[str, list[str]]] = {}
     for service, routes in FIELDS.items():
         for route, names in routes.items():
@@ -168,14 +168,14 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 
 def table() -> str:
-    """The table."""
-    lines = ["| field | who sends it | what is done |", "|---|---|---|"]
+    """The table in Markdown."""
+    lines = ["| field | route: services | handling |", "|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows()]
     return "\n".join(lines)
 
 
 def page(text: str) -> str:
-    """The page with the table anew."""
+    """The page with the new table."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

@@ -12,11 +12,11 @@ import httpx
 import uvicorn
 
 from jinfer.server.app import build_app
-from jinfer.server.http_protocol import BoundedProtocol
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.served_model import ServedModel
-from jinfer.server.server_settings import ModelSource, ServerSettings
-from jinfer.server.service import Service
+from jinfer.server.core.service import Service
+from jinfer.server.http.http_protocol import BoundedProtocol
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.models.served_model import ServedModel
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jinfer import Edit, Steer
-from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.loader.open_model import open_files
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.engine.test_activation_requests import VECTOR, write_control_vector
 from tests.engine.tiny import PROMPTS
 from tests.server.running import Running, serving
@@ -140,16 +140,16 @@ STEER = {"name": STREAM, "vector": VECTOR.tolist()}
         ({"capture": [STREAM], "stream": True}, "capture", "activations are not streamed"),
         ({"capture_format": "npy"}, "capture_format", "it needs capture"),
         ({"steer": [STEER | {"vector": [1, 2]}]}, "steer", "has shape [2]; a token's is [64]"),
-        ({"steer": [STEER | {"vector": [[1], [1, 2]]}]}, "steer.0.vector", "not of one length"),
+        ({"steer": [STEER | {"vector": [[1], [1, 2]]}]}, "steer.0.vector", "the same length"),
         ({"steer": [STEER | {"vector": ["x"]}]}, "steer.0.vector", "give numbers"),
-        ({"steer": [STEER | {"vector": {"npy": "x!"}}]}, "steer.0.vector.npy", "no base64"),
-        ({"steer": [STEER | {"vector": {"npy": "eHg="}}]}, "steer.0.vector.npy", "no .npy file"),
+        ({"steer": [STEER | {"vector": {"npy": "x!"}}]}, "steer.0.vector.npy", "not base64"),
+        ({"steer": [STEER | {"vector": {"npy": "eHg="}}]}, "steer.0.vector.npy", "not a .npy file"),
         (
             {"steer": [STEER | {"vector": npy(np.array([{}], object))}]},
             "steer.0.vector.npy",
             "the .npy file has |O; write C-ordered float32",
         ),
-        ({"steer": [STEER | {"steering": "x"}]}, "steer.0", "in place of name and vector"),
+        ({"steer": [STEER | {"steering": "x"}]}, "steer.0", "not both"),
         ({"steer": [{"name": STREAM}]}, "steer.0", "give name and vector, or steering"),
         ({"steer": [STEER | {"tokens": [1]}]}, "steer.0.tokens", "a range of tokens is [start"),
         (
@@ -171,7 +171,7 @@ def test_a_file_that_claims_to_be_large(running: Running) -> None:
     )
     vector = {"npy": base64.b64encode(file.getvalue()).decode()}
     error = post(running, **TOKENS, steer=[STEER | {"vector": vector}]).json()["error"]
-    assert "has not the length that its shape says" in error["message"]
+    assert "does not match its shape" in error["message"]
 
 
 def test_bytes_are_bounded(running: Running) -> None:
@@ -181,7 +181,7 @@ def test_bytes_are_bounded(running: Running) -> None:
     try:
         assert choice(running, capture=[STREAM])["captured"][STREAM]["shape"] == [44, 64]
         error = post(running, **TOKENS | {"max_tokens": 6}, capture=[STREAM]).json()["error"]
-        assert "11520 bytes of activations would come back" in error["message"]
+        assert "11520 bytes of activations would be captured" in error["message"]
         vectors = [{"name": STREAM, "vector": VECTOR.tolist()}] * 45
         kept = post(running, "/v1/steering", name="many", vectors=vectors).json()["error"]
         assert "steering vectors may have 11264 bytes" in kept["message"]
@@ -218,4 +218,4 @@ def test_off_unless_asked_for(running: Running) -> None:
 )
 def test_routes_that_show_none(running: Running, path: str, body: dict[str, Any]) -> None:
     answer = post(running, path, **body, capture=[STREAM])
-    assert "activations are given by /v1/completions" in answer.text
+    assert "use /v1/completions" in answer.text

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.server.response_input import read_input, to_chat_request
-from jinfer.server.response_store import ResponseStore
-from jinfer.server.schemas.responses import ResponseRequest
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.openai.response_input import read_input, to_chat_request
+from jinfer.server.openai.response_schemas import ResponseRequest
+from jinfer.server.stores.response_store import ResponseStore
 from tests.engine.adapters import write_adapter
 from tests.engine.tiny import GOLDEN, PROMPTS
 from tests.server.running import Running, serving
@@ -71,7 +71,7 @@ def test_routes(running: Running, tmp_path: Path) -> None:
         ("unload", {"lora_name": "x"}, 404, "there is no model 'x'"),
         ("unload", {"lora_name": "tiny"}, 404, "there is no adapter 'tiny'"),
         ("", {"lora": [{"id": 7}]}, 400, "there is no adapter 7; there are 1"),
-        ("", {"lora": [{"id": 0}, {"id": 0}]}, 400, "one adapter at a time"),
+        ("", {"lora": [{"id": 0}, {"id": 0}]}, 400, "at most a single adapter"),
         ("", {"lora": [{"id": 0, "scale": "x"}]}, 400, "lora.0.scale"),
     ],
 )

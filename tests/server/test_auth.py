@@ -2,8 +2,8 @@
 
 import pytest
 
-from jinfer.server.auth import check_api_key
-from jinfer.server.http_errors import ApiError
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.middleware import check_api_key
 
 
 def test_each_of_several_keys_is_enough() -> None:

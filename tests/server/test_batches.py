@@ -13,21 +13,21 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.opening.sources import SourceError
-from jinfer.server.batch_lines import (
+from jinfer.loader.config.config_json import SourceError
+from jinfer.server.app import open_stores
+from jinfer.server.core.service import Service
+from jinfer.server.http.http_errors import RunsElsewhereError
+from jinfer.server.http.server_settings import ServerSettings
+from jinfer.server.openai.batch_runner import (
     PRIORITY,
     BatchErrors,
     BatchLine,
+    BatchRunner,
     answer_line,
     read_lines,
 )
-from jinfer.server.batch_runner import BatchRunner
-from jinfer.server.batch_store import BatchStore
-from jinfer.server.file_store import FileStore
-from jinfer.server.http_errors import RunsElsewhereError
-from jinfer.server.server_settings import ServerSettings
-from jinfer.server.service import Service
-from jinfer.server.stores import open_stores
+from jinfer.server.stores.batch_store import BatchStore
+from jinfer.server.stores.file_store import FileStore
 from tests.server.running import Running
 
 CHAT = "/v1/chat/completions"
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_batch(client: openai.OpenAI, smol: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no file"):
         client.batches.create(input_file_id="file-1", **given)
     other = client.files.create(file=io.BytesIO(b"a"), purpose="user_data")
-    with pytest.raises(openai.BadRequestError, match="purpose is not batch"):
+    with pytest.raises(openai.BadRequestError, match="purpose of the file is not batch"):
         client.batches.create(input_file_id=other.id, **given)
     with pytest.raises(openai.BadRequestError) as found:
         client.files.create(file=b"a", purpose="other")  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ def test_a_batch_that_expires(tmp_path: Path) -> None:
 
 
 def test_what_passes_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.server.batch_runner._PAUSE", 0.001)
+    monkeypatch.setattr("jinfer.server.openai.batch_runner._PAUSE", 0.001)
     folder, seen = Folder(tmp_path), []
 
     def busy(line: BatchLine) -> tuple[int, Any, str]:

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from jinfer import SamplingParams
 from jinfer.engine.output.generation import Usage
-from jinfer.server import usage
+from jinfer.server.core import usage
 from tests.server.running import Running
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]

@@ -25,8 +25,8 @@ from jinfer.cli.terminal.line_input import TypedInput
 from jinfer.client import main
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.cli.terminal import Terminal
 from tests.server.running import GOLDENS, ROOT, Running, serving
 

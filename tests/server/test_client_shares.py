@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.client_shares import Shares, client_address, most_connections
-from jinfer.server.fair_accept import FairAccept
+from jinfer.server.http.client_shares import Shares, client_address, connection_limit
+from jinfer.server.http.fair_accept import FairAccept
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ def test_what_counts_as_one_client(client: Any, address: str) -> None:
 
 
 def test_there_are_descriptors_for_connections() -> None:
-    assert most_connections() > 1
+    assert connection_limit() > 1
 
 
 @dataclass

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from jinfer.server.endpoint import EmptyBody
+from jinfer.server.core.endpoint import EmptyBody
+from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.sampling_fields import SamplingFields
 from tests.server import peer_tables
 from tests.server.running import ROOT
 
@@ -42,7 +42,7 @@ def test_every_route() -> None:
     "endpoint", [one for one in ENDPOINTS if one.request_model is not EmptyBody]
 )
 def test_every_field(endpoint: object) -> None:
-    from jinfer.server.endpoint import Endpoint
+    from jinfer.server.core.endpoint import Endpoint
 
     assert isinstance(endpoint, Endpoint)
     path = endpoint.paths[0]

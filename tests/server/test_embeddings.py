@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from jinfer.server.server_settings import ModelSource
+from jinfer.server.http.server_settings import ModelSource
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_description import schema_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.http_errors import ApiError
-from jinfer.server.ignored_fields import HEADER, MAX_NAMED, ignored_fields
-from jinfer.server.request_body import validated
-from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.schemas.completions import CompletionRequest
-from jinfer.server.schemas.peer_fields import PeerFields
+from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.peer_fields import PeerFields
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.ignored_fields import HEADER, MAX_NAMED, ignored_fields
+from jinfer.server.http.request_body import validated
+from jinfer.server.openai.completions import CompletionRequest
 from tests.server import peer_tables
 from tests.server.running import Running
 
@@ -121,7 +121,7 @@ def test_fields_of_others() -> None:
         assert found.value.param == name
     for name, value in DEFAULTS.items():
         assert not list(ignored_fields(validated(BODIES[CHAT] | {name: value}, ChatRequest)))
-    with pytest.raises(ApiError, match="prompts are texts or token ids"):
+    with pytest.raises(ApiError, match="prompts must be texts or token ids"):
         validated({"prompt": "a", "prompt_embeds": "b"}, CompletionRequest)
 
 
@@ -154,8 +154,8 @@ def test_what_is_told_is_bounded(smol: Running) -> None:
 
 
 def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
-    from jinfer.server.response_input import ResponseInput, to_chat_request
-    from jinfer.server.schemas.responses import InputItem, ResponseRequest
+    from jinfer.server.openai.response_input import ResponseInput, to_chat_request
+    from jinfer.server.openai.response_schemas import InputItem, ResponseRequest
 
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
     body = ResponseRequest.model_validate(given)
@@ -178,9 +178,9 @@ def test_other_tools_leave_functions_alone(smol: Running) -> None:
 
 
 def test_several_models_have_names() -> None:
-    from jinfer.server.model_manager import ModelManager
-    from jinfer.server.model_registry import ModelRegistry
-    from jinfer.server.server_settings import ModelSource, ServerSettings
+    from jinfer.server.http.server_settings import ModelSource, ServerSettings
+    from jinfer.server.models.model_manager import ModelManager
+    from jinfer.server.models.model_registry import ModelRegistry
 
     def manager(*sources: ModelSource, strict: bool = False) -> ModelManager:
         return ModelManager(ModelRegistry(sources), ServerSettings(strict=strict))

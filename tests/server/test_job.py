@@ -12,8 +12,9 @@ import orjson
 import pytest
 
 from jinfer.engine.engine import Engine
-from jinfer.server import app, model_manager
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server import app
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models import model_manager
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_operation import until
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.http_errors import ApiError
-from jinfer.server.message_blocks import MessageBlocks
-from jinfer.server.message_prompt import chat_request, field_name
-from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
-from jinfer.server.request_body import validated
-from jinfer.server.schemas.messages import MessagesRequest
+from jinfer.server.anthropic.anthropic_schemas import MessagesRequest
+from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
+from jinfer.server.anthropic.messages import MessageBlocks
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.request_body import validated
+from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta
 from tests.server.test_messages import HELLO, WEATHER
 
 
@@ -100,7 +100,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     ],
 )
 def test_statuses_of_anthropic(error: ApiError, status: int, kind: str) -> None:
-    from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
+    from jinfer.server.anthropic.messages import ANTHROPIC_ERRORS
 
     assert ANTHROPIC_ERRORS.status(error) == status
     expected = {"type": "error", "error": {"type": kind, "message": "a"}}

@@ -10,9 +10,9 @@ import httpx
 import jsonschema
 import pytest
 
-from jinfer.opening.open_model import open_files
-from jinfer.server.ignored_fields import HEADER
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.loader.open_model import open_files
+from jinfer.server.http.ignored_fields import HEADER
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of
 from tests.server.tool_models import CHATML

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
-from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.http.server_settings import ModelSource
+from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, parse_options, server_settings_of
-from jinfer.server.server_settings import ModelSource
 
 
 def touch(folder: Path, *names: str) -> None:

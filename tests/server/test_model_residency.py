@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jinfer.engine.requests import RequestError
-from jinfer.server.http_errors import ApiError
-from jinfer.server.keep_alive import keep_alive_seconds
-from jinfer.server.model_manager import ModelManager
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.core.service import keep_alive_seconds
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_manager import ModelManager
+from jinfer.server.models.model_registry import ModelRegistry
 
 
 class Fake:
@@ -76,8 +76,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         async def whole() -> World:
             made = World(*given, **settings)
             for name in ("open_llm", "open_beside"):
-                monkeypatch.setattr(f"jinfer.server.model_residency.{name}", made.open)
-            monkeypatch.setattr("jinfer.server.model_manager.examine", lambda source: ("", 0))
+                monkeypatch.setattr(f"jinfer.server.models.model_residency.{name}", made.open)
+            monkeypatch.setattr(
+                "jinfer.server.models.model_manager.examine", lambda source: ("", 0)
+            )
             await made.manager.start()
             try:
                 await asyncio.wait_for(scene(made), 60)
@@ -221,7 +223,7 @@ def test_a_model_that_nobody_asks_sleeps_and_leaves(world: Any) -> None:
         await w.until(lambda: w.state("b") == "sleeping")
         await asyncio.sleep(0.1)  # longer than others are kept
         assert w.state("b") == "sleeping"
-        assert w.manager.come_and_go
+        assert w.manager.is_dynamic
 
     log = world(scene, 2, idle_sleep=0.02, idle_unload=0.05).log
     order = [
@@ -246,7 +248,7 @@ def test_a_sleeping_model_needs_room_to_wake(world: Any) -> None:
         await w.manager.sleep(one, 2)
         await w.asks("b")  # it has the place of the one that sleeps
         assert (w.state("a"), w.state("b")) == ("sleeping", "loaded")
-        async with w.manager.see("a") as seen:
+        async with w.manager.peek("a") as seen:
             assert seen.state == "sleeping"
         await w.asks("a")
         assert (w.state("a"), w.state("b")) == ("loaded", "unloaded")

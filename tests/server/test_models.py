@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from jinfer import LLM
-from jinfer.server.model_loading import open_beside
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_loading import open_beside
+from jinfer.server.models.model_registry import ModelRegistry
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_operation import until
 
@@ -191,7 +191,7 @@ def test_a_stream_that_waits_for_its_model(
         release.wait(30)
         return open_beside(source, settings)
 
-    monkeypatch.setattr("jinfer.server.model_residency.open_beside", slow)
+    monkeypatch.setattr("jinfer.server.models.model_residency.open_beside", slow)
     for model in ("one", "damaged"):
         release.clear()
         body = {**ASKED, "model": model, "stream": True}

@@ -11,8 +11,8 @@ import numpy as np
 import ollama
 import pytest
 
-from jinfer.server.served_model import ServedModel
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.served_model import ServedModel
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of
 from tests.server.tool_models import CHATML, NOW, WEATHER

@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from jinfer.engine.engine import Engine
-from jinfer.server.request_log import JsonLines
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.request_log import JsonLines
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, SMOL, Running, serving
 
 TINY = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
@@ -279,9 +279,9 @@ def test_while_it_loads(monkeypatch: Any) -> None:
         release.wait(60)
         return opened(source, warm_up)
 
-    from jinfer.server.model_loading import open_llm as opened
+    from jinfer.server.models.model_loading import open_llm as opened
 
-    monkeypatch.setattr("jinfer.server.model_residency.open_llm", slow)
+    monkeypatch.setattr("jinfer.server.models.model_residency.open_llm", slow)
     with serving([LLAMA], wait=False) as running:
         health = httpx.get(f"{running.url}/health")
         assert health.status_code == 503

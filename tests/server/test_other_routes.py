@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from jinfer import SamplingParams
-from jinfer.opening.sources import SourceError
-from jinfer.server.processor_flags import named_functions
+from jinfer.loader.sources import SourceError
+from jinfer.server.serve_flags import named_functions
 from tests.server.running import Running
 from tests.server.test_operation import until
 
@@ -386,7 +386,7 @@ def test_functions_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("own_processors:same", "write NAME=MODULE:FUNCTION"),
         ("x=own_processors:other", "AttributeError"),
         ("x=no_such_module:same", "ModuleNotFoundError"),
-        ("x=own_processors:number", "int is no function"),
+        ("x=own_processors:number", "int is not a function"),
     ):
         with pytest.raises(SourceError, match=says):
             named_functions([text])

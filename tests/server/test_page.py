@@ -11,13 +11,13 @@ import httpx
 import pytest
 
 from jinfer.sampling.sampling_params import ACTIVATIONS, RANGES, SamplingParams
+from jinfer.server.core.sampling_fields import GROUPS, parameter_of
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.openapi import openapi_document
 from jinfer.server.page import static_files
 from jinfer.server.page.static_files import files
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.parameter_groups import GROUPS, parameter_of
 from jinfer.server.serve_flags import parse_options, server_settings_of
-from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
 
 LLAMA = ModelSource("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})

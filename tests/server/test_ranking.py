@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jinfer.server.server_settings import ModelSource
+from jinfer.server.http.server_settings import ModelSource
 from tests.server.running import Running, serving
 from tests.server.test_description import schema_of
 from tests.server.test_embeddings import posted

@@ -8,12 +8,12 @@ import pytest
 from pydantic import BaseModel
 
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
-from jinfer.server.http_errors import ApiError
-from jinfer.server.prompt_builder import template_messages
-from jinfer.server.schemas.chat import Message
+from jinfer.server.core.chat_schemas import Message
+from jinfer.server.core.prompt_builder import template_messages
+from jinfer.server.http.http_errors import ApiError
 from jinfer.server.tool_parsers.template_shape import convert_messages, detect_shape
 from jinfer.template import ChatTemplate
+from jinfer.template.chat_prompt import Conversation
 from tests.server.running import Running
 
 CHAT = "/v1/chat/completions"

@@ -2,7 +2,7 @@
 
 import logging
 
-from jinfer.server import request_log
+from jinfer.server.http import request_log
 
 
 def test_a_request_for_a_person() -> None:

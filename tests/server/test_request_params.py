@@ -6,12 +6,18 @@ from typing import Any, cast
 import pytest
 
 from jinfer.api.session import Session
-from jinfer.server import request_params
-from jinfer.server.http_errors import ApiError
-from jinfer.server.request_params import CHAT, COMPLETIONS, INFERFLOW, LLAMA_CPP, request_options
-from jinfer.server.request_runner import truncate_prompt
-from jinfer.server.schemas.llamacpp_api import InferflowRequest
-from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.core import request_params
+from jinfer.server.core.prompt_requests import truncate_prompt
+from jinfer.server.core.request_params import (
+    CHAT,
+    COMPLETIONS,
+    INFERFLOW,
+    LLAMA_CPP,
+    request_options,
+)
+from jinfer.server.core.sampling_fields import SamplingFields
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.inferflow.inferflow_api import InferflowRequest
 
 # field, what is sent, parameter, what it is then
 FIELDS: list[tuple[str, Any, str, Any]] = [

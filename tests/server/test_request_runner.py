@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from jinfer.engine.output.generation import Chunk, Usage
-from jinfer.server.metrics import RequestTimer
-from jinfer.server.output_deltas import PLAIN_TEXT
-from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.core.prompt_requests import PromptRequests
+from jinfer.server.core.request_runner import RequestRunner
+from jinfer.server.http.metrics import RequestTimer
+from jinfer.server.tool_parsers.output_deltas import PLAIN_TEXT
 
 
 class ForgetfulEngine:

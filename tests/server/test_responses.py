@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
-from jinfer.server.response_items import ResponseItems
+from jinfer.server.openai.response_items import ResponseItems
+from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta
 from tests.server.running import Running
 
 ANSWER = "Hello! How can I assist you today?"

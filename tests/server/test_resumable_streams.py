@@ -9,12 +9,12 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from jinfer.server import resumable_streams
-from jinfer.server.http_errors import ApiError, shutting_down
-from jinfer.server.http_responses import StreamedResponse
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.resumable_streams import ResumableStream, ResumableStreams
-from jinfer.server.server_settings import ServerSettings
+from jinfer.server.http.http_errors import ApiError, shutting_down
+from jinfer.server.http.http_responses import StreamedResponse
+from jinfer.server.http.server_settings import ServerSettings
+from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.stores import resumable_streams
+from jinfer.server.stores.resumable_streams import ResumableStream, ResumableStreams
 from tests.server.running import GOLDENS, Running, serving
 
 ID = "page::owner/a model"

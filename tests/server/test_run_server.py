@@ -20,8 +20,9 @@ import orjson
 import pytest
 
 from jinfer import serve
-from jinfer.opening.sources import SourceError
-from jinfer.server import request_log, run_server
+from jinfer.loader.sources import SourceError
+from jinfer.server import run_server
+from jinfer.server.http import request_log
 from tests.server.running import GOLDENS, ROOT
 
 LLAMA = str(GOLDENS / "llama2")
@@ -202,8 +203,8 @@ def test_only_its_own_unix_socket_is_removed(tmp_path: Path) -> None:
     ("flags", "told"),
     [
         (["--ssl-certfile", "/nope"], "--ssl-certfile /nope: there is no such file"),
-        (["--ssl-keyfile", "/nope"], "--ssl-keyfile needs --ssl-certfile beside it"),
-        (["--ssl-ca-certs", "/nope"], "--ssl-ca-certs needs --ssl-certfile beside it"),
+        (["--ssl-keyfile", "/nope"], "--ssl-keyfile needs --ssl-certfile"),
+        (["--ssl-ca-certs", "/nope"], "--ssl-ca-certs needs --ssl-certfile"),
     ],
 )
 def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:

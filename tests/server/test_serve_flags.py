@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS
+from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (
     default_model_name,
     model_sources_of,
     parse_options,
     server_settings_of,
 )
-from jinfer.server.served_model import ServedModel
 from tests.server.running import ROOT
 
 
@@ -87,7 +87,7 @@ def test_flags_of_other_servers() -> None:
         (["m"], {"JINFER_PORT": "x"}, "JINFER_PORT='x': 'x' is not a whole number"),
         (["m"], {"JINFER_WARM_UP": "x"}, "JINFER_WARM_UP='x': allowed: background"),
         (["m"], {"JINFER_LOG_PROMPTS": "x"}, "JINFER_LOG_PROMPTS='x': write true or false"),
-        (["m", "--api-key-file", "/nowhere/keys"], {}, "write one key a line"),
+        (["m", "--api-key-file", "/nowhere/keys"], {}, "write a key per line"),
         (["m", "--chat-template", "/nowhere/t"], {}, "--chat-template /nowhere/t"),
     ],
 )

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
-from jinfer.server.response_items import ResponseItems
-from jinfer.server.response_store import ResponseStore, StoredResponse
+from jinfer.server.openai.response_items import ResponseItems
+from jinfer.server.stores.response_store import ResponseStore, StoredResponse
+from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta
 from tests.server.running import Running
 
 ANSWER = "Hello! How can I assist you today?"
@@ -153,7 +153,7 @@ def stored(number: int, words: int = 1, status: str = "completed") -> StoredResp
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_a_store_is_bounded(tmp_path: Path, folder: bool) -> None:
-    store = ResponseStore(tmp_path / "r" if folder else None, most=3, most_bytes=2000)
+    store = ResponseStore(tmp_path / "r" if folder else None, max_responses=3, max_bytes=2000)
     for number in range(4):
         store.put(stored(number))
     ids = [stored(number).response["id"] for number in range(7)]
@@ -181,7 +181,7 @@ def test_a_folder_outlives_its_server(tmp_path: Path) -> None:
         os.utime(tmp_path / f"resp_{number:032x}.json", (time.time(), time.time() - 9 + number))
     (tmp_path / "half.tmp").write_bytes(b"{")
     (tmp_path / f"resp_{1:032x}.json").write_bytes(b"{")
-    again = ResponseStore(tmp_path, most=2)
+    again = ResponseStore(tmp_path, max_responses=2)
     assert sorted(path.stem[-1] for path in tmp_path.iterdir()) == ["1", "2"]
     assert again.get(stored(1).response["id"]) is None
     assert again.get(stored(2).response["id"]) == stored(2)

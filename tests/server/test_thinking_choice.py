@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
-from jinfer.opening.sources import SourceError
-from jinfer.server.http_errors import ApiError
-from jinfer.server.request_body import validated
-from jinfer.server.schemas.chat import ChatRequest
+from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.thinking_choice import UNLIMITED, ThinkingChoice, choose_thinking
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.request_body import validated
 from jinfer.server.serve_flags import model_sources_of, parse_options, server_settings_of
-from jinfer.server.thinking_choice import UNLIMITED, ThinkingChoice, choose_thinking
+from jinfer.template.chat_prompt import Conversation
 from jinfer.template.thinking_marks import THINKING_MARKS
 
 SWITCH = "{% if enable_thinking %}<think>{% endif %}"
@@ -90,7 +90,7 @@ def test_budgets() -> None:
     ],
 )
 def test_two_that_differ(both: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match="say different things"):
+    with pytest.raises(ApiError, match="contradict each other"):
         choose(both)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from jinfer.sampling.structured import ConstraintError, compile_constraint
-from jinfer.server.http_errors import ApiError
-from jinfer.server.tool_choice import OfferedTools
-from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.core.tool_calls import OfferedTools
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.tool_parsers.call_format import LarkGrammar
+from jinfer.server.tool_parsers.json_formats import HERMES
 from jinfer.tokenizer import Tokenizer
 from tests.server.running import ROOT, Running
 
@@ -19,7 +19,7 @@ ASKED = [{"role": "user", "content": "What is the weather like in Rome?"}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from jinfer.opening.open_model import open_model
+    from jinfer.loader.open_model import open_model
 
     opened = open_model(ROOT / "specs" / "smollm2_135m_instruct.toml", {})
     assert opened.tokenizer is not None
@@ -140,13 +140,15 @@ def accepted(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 
 def test_a_call_or_json(smol: Running) -> None:
     """With a format and tools that may be called, an answer is one or the other."""
-    from jinfer.server.schemas.chat import ChatRequest
-    from jinfer.server.tool_calls import output_parsing
+    from jinfer.server.core.chat_schemas import ChatRequest
+    from jinfer.server.core.tool_calls import output_parsing
 
     body = ChatRequest.model_validate({"messages": ASKED, "tools": [tool(properties={})]})
     llm = smol.hosted().llm
     ids = llm.encode_chat(ASKED)
-    read = output_parsing(body, True, llm.session, ids, lambda field, why: None)
+    opened = llm.session.opened
+    template = opened.conversation.for_tools()
+    read = output_parsing(body, template, opened.tokenizer, ids, lambda field, why: None)
     assert read.param_changes == {}
     assert read.constrained is not None
     read = read.constrained({"type": "object", "properties": {"x": TEXT}, "required": ["x"]})

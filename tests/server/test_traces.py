@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server import traces
+from jinfer.server.http import middleware
 
 
 class Span:
@@ -43,14 +43,14 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
         extract=lambda headers: headers["traceparent"]
     )
     monkeypatch.setitem(sys.modules, "opentelemetry", package)
-    traces._tracer.cache_clear()
+    middleware._tracer.cache_clear()
     yield found
-    traces._tracer.cache_clear()
+    middleware._tracer.cache_clear()
 
 
 def test_a_span_has_what_is_known_at_its_end(spans: list[Span]) -> None:
     notes: dict[str, Any] = {}
-    with traces.span("POST /", {"traceparent": "00-abc"}, notes):
+    with middleware.span("POST /", {"traceparent": "00-abc"}, notes):
         notes |= {"status": 200, "model": "m", "metadata": {"a": "b"}}
     (one,) = spans
     assert (one.name, one.context) == ("POST /", "00-abc")
@@ -58,6 +58,6 @@ def test_a_span_has_what_is_known_at_its_end(spans: list[Span]) -> None:
 
 
 def test_without_the_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "_tracer", lambda: None)
-    with traces.span("POST /", {}, {}):
+    monkeypatch.setattr(middleware, "_tracer", lambda: None)
+    with middleware.span("POST /", {}, {}):
         pass

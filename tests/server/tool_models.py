@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 
-from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import ModelSource
+from jinfer.loader.open_model import open_files
+from jinfer.server.http.server_settings import ModelSource
 from tests.server.running import SMOL, Running, serving
 from tools.bench_models import LlamaShape, make_up
 

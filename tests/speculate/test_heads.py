@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import BLOCK, zero_cache
 from jinfer.speculate.head_drafter import HeadDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder

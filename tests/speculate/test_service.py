@@ -10,7 +10,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.generate import main
-from jinfer.server.metrics import Metrics
+from jinfer.server.http.metrics import Metrics
 from jinfer.speculate.draft_length import DraftLength
 from jinfer.speculate.replay_drafter import ReplayDrafter
 from tests.engine.test_schedules import (

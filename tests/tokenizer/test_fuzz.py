@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.checkpoint.gguf import open_gguf
+from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import TokenizerError, load_tokenizer
 
 from ..hostile import EXAMPLES, ODD, damaged, endures, many

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.checkpoint.gguf import open_gguf
+from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 

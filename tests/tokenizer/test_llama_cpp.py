@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.checkpoint.gguf import open_gguf
+from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from tools.llama_peer import ask
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 from tools import bench_cpu
 from tools.bench_cpu import main, step_bytes, summary, table
 

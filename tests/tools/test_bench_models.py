@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 from tools import bench_models
 from tools.bench_models import LlamaShape, Qwen3MoeShape, main, make_up
 

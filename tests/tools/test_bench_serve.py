@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import ROOT, Running, serving
 from tools.bench_serve import main
 from tools.bench_serve_load import LengthMix, Workload, arrivals, conversation

@@ -8,7 +8,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.engine.requests import RequestError
-from jinfer.opening.open_model import Opened, open_model
+from jinfer.loader.open_model import Opened, open_model
 from tools import quantize
 from tools.calibration_text import text_windows
 from tools.quantize import main

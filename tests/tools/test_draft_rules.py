@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jinfer.opening.open_model import open_files
+from jinfer.loader.open_model import open_files
 from tools.draft_spec import draft
 from tools.measure_drafts import measure
 

@@ -12,8 +12,8 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.view.formula_graph import formula_graph
 from jinfer.modelspec.view.model_html import table_html
 from jinfer.modelspec.view.model_svg import CHARACTER, draw_model
+from tests.loader.resolving import resolved as of_files
 from tests.modelspec.helpers import model, resolved
-from tests.opening.resolving import resolved as of_files
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ["llama2", "bloom", "phi2", "bert", "t5", "m2m100", "mixtral", "deepseek_moe", "minicpm"]

@@ -11,8 +11,8 @@ from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
 from jinfer import LLM
-from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.checkpoint.gguf import raw_metadata
+from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.checkpoint.gguf import raw_metadata
 from tools.quantize import convert, main
 from tools.write_gguf import GGUFWriter, StoredTensor, uint32
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from tools import (
     bench_cpu,
     bench_engine,

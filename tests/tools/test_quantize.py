@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from jinfer.checkpoint.orbax import orbax_api
-from jinfer.opening.open_model import open_model
-from jinfer.opening.pooling_config import Projection
+from jinfer.loader.checkpoint.orbax import orbax_api
+from jinfer.loader.config.pooling_config import Projection
+from jinfer.loader.open_model import open_model
 from jinfer.quant import parse_format
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method, quantize
-from tests.opening.resolving import resolved
+from tests.loader.resolving import resolved
 from tools.inspect import main as inspect
 from tools.quantize import convert, main
 from tools.quantize_table import ErrorSums, FormatRow, to_text

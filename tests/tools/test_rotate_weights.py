@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.quant import QuantizedTensor
 from tools.bench_models import LlamaShape, convert, make_up
 from tools.rotate_weights import main, orthogonal

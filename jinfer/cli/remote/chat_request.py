@@ -11,8 +11,8 @@ from typing import Any
 
 from jinfer.cli.remote.http_client import ServerConnection, dicts_in
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
+from jinfer.template.chat_prompt import Message
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

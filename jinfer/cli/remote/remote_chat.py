@@ -11,8 +11,8 @@ from jinfer.cli.remote.http_client import RemoteError, ServerConnection
 from jinfer.cli.terminal import chat_loop
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 
 
 class RemoteChat(chat_loop.ChatSession):

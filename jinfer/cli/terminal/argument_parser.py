@@ -110,7 +110,7 @@ class _HelpAll(argparse.Action):
 def _keyword(flag: str) -> str:
     """The equivalent of a flag that is named after another engine's keyword; or ""."""
     # Imported here, because only errors need it.
-    from jinfer.opening.open_keywords import FOREIGN
+    from jinfer.loader.open_keywords import FOREIGN
 
     said = FOREIGN.get(flag.lstrip("-").replace("-", "_"), "")
     return said if " " in said or not said else f"--set {said}=... is that key"

@@ -10,8 +10,8 @@ from jinfer.cli.terminal import line_input
 from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, Chat, run_command
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 
 HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 STOPPED = " [stopped]"

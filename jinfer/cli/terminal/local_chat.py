@@ -14,8 +14,8 @@ from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
+from jinfer.template.chat_prompt import Message
 
 _SHARE = 4  # one part of the context is reserved for an answer
 

@@ -29,10 +29,10 @@ from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.opening import model_catalogue
 from jinfer.progress import task
 from jinfer.runtime.interrupts import interrupts_raised
 from jinfer.sampling.sampling_params import SamplingParams

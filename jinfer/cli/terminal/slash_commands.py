@@ -14,8 +14,8 @@ from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.modelspec.spec_files import parse_override
-from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
+from jinfer.template.chat_prompt import Message
 
 MAX_BYTES = 16 << 20  # of a saved conversation
 

@@ -11,7 +11,7 @@ from jinfer.version import __version__
 
 _FORMAT = 1  # change where the same block would get other bytes
 # Packages that read and convert weights, and divide models among devices.
-_BESIDE = ("checkpoint", "weights", "parallel")
+_BESIDE = ("loader", "parallel")
 
 
 def cache_identity(programs: CompiledPrograms, weights: str) -> str:

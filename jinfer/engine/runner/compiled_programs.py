@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner.aot_serialization import dumped, loaded, reader
@@ -33,7 +34,7 @@ from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_blocks import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, target_platform
 from jinfer.ops.cpu_library import cores
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
@@ -41,7 +42,7 @@ from jinfer.sampling.sampling_metadata import mask_words
 from jinfer.sampling.step_extras import has_function
 
 if TYPE_CHECKING:
-    from jinfer.engine.runner.step_table import StepFunction
+    from jinfer.engine.runner.step_forms import Step, StepFunction
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
@@ -53,25 +54,47 @@ NOTHING = b""  # on the shelf: this program cannot be stored
 Program = Any
 
 
+class PipelineProtocol(Protocol):
+    """What `CompiledPrograms` uses of the stages of a model on several devices."""
+
+    hosted: Mapping[str, int]
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def home_device(self) -> jax.Device: ...
+    def program(self, step: Step, key: StepKey) -> Program: ...
+    def allocate_kv_cache(self) -> Any: ...
+    def empty_state(self) -> Any: ...
+    def abstract_rows(self, count: int) -> tuple[BlockRows, ...]: ...
+    def hidden_taps(self, caches: Any) -> Any: ...
+    def release(self) -> None: ...
+
+
 @dataclass
 class CompiledPrograms:
     """The programs of one model, compiled when first needed or announced.
+
+    On several devices a program is a chain of the stages' programs; parameters and cache are then
+    those of each stage, and there is a state for each micro-batch.
 
     Attributes:
         model: the model that they run.
         sizes: of the KV cache and the device state.
         shelf: stores compiled programs for the next start.
+        device: where they run; None: on JAX's default device, or in a pipeline.
+        pipeline: the stages of a model on several devices; None: the model is on one.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
-        most_steps: maximum number of steps in a call of "decode".
     """
 
     model: AbstractModel
     sizes: Sizes
     shelf: DiskCache | None = None
+    device: jax.Device | None = None
+    pipeline: PipelineProtocol | None = None
     compilations: int = 0
     waited: float = 0.0
-    most_steps: int = MAX_STEPS
     _futures: dict[StepKey, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tracing: threading.Lock = field(default_factory=threading.Lock)
@@ -96,6 +119,8 @@ class CompiledPrograms:
             for future in self._futures.values():
                 future.cancel()
             self._futures.clear()
+        if self.pipeline is not None:
+            self.pipeline.release()
 
     def stored(self, keys: Iterable[StepKey]) -> bool:
         """Whether all of these programs are on the shelf, so that none has to be compiled."""
@@ -123,6 +148,8 @@ class CompiledPrograms:
 
     def _compile(self, key: StepKey) -> Program:
         check_maps()
+        if self.pipeline is not None:
+            return self.pipeline.program(self.step(key), key)
         # Nothing tells a user's function from another one with its name, in the next process.
         shelf = None if has_function(key.extras) else self.shelf
         entry = "" if shelf is None else self._shelf_entry(key)
@@ -130,16 +157,27 @@ class CompiledPrograms:
         if content and (program := loaded(content)) is not None:
             trim()  # loading takes twice the memory of the program
             return program
-        # Python runs one thread at a time: traced side by side, all programs would be late.
-        with self._tracing:
-            function, donated, arguments = self.step_function(key)
-            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        lowered = self._lowered(key)
         if shelf is None or content == NOTHING:
             return reader(compiled(lowered))
         program = compiled_apart(lowered)
         # A stored program that failed to load is left to JAX's own cache from now on.
         shelf.put(entry, NOTHING if content else dumped(program) or NOTHING)
         return reader(program)
+
+    def _lowered(self, key: StepKey) -> jax.stages.Lowered:
+        # Python runs one thread at a time: traced side by side, all programs would be late.
+        with self._tracing, self._on_platform():
+            function, donated, arguments = self.step_function(key)
+            if self.device is None:
+                return jax.jit(function, donate_argnums=donated).lower(*arguments)
+            there = SingleDeviceSharding(self.device)
+            placed = jax.tree.map(partial(_placed, there), arguments)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=there)
+            return jitted.lower(*placed)
+
+    def _on_platform(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.device is None else target_platform(self.device.platform)
 
     def _shelf_entry(self, key: StepKey) -> str:
         """Name of a stored program: all that it depends on, except jinfer's own code."""
@@ -159,8 +197,9 @@ class CompiledPrograms:
 
     @property
     def pointer_layers(self) -> Mapping[str, slice]:
-        """Layers whose weights programs read through a table of pointers: those on a CPU."""
-        return self.model.layers if backend() == "cpu" else {}
+        """Layers whose weights programs read through a table of pointers: those on one CPU."""
+        with self._on_platform():
+            return self.model.layers if self.pipeline is None and backend() == "cpu" else {}
 
     def with_weight_pointers(self, parameters: tuple[Any, ...]) -> tuple[Array, ...]:
         """The weights as programs take them: arrays, then a table of pointers to some of them."""
@@ -174,18 +213,29 @@ class CompiledPrograms:
 
     @property
     def home_device(self) -> jax.Device | None:
-        """Device for small models beside this one, such as drafts; None: JAX's default device."""
-        return None
+        """The device with the sampling state, where drafts run too; None: JAX's default device."""
+        return self.device if self.pipeline is None else self.pipeline.home_device
 
     @cached_property
     def cache(self) -> Cache:
-        """The KV cache's abstract arrays."""
+        """The KV cache's abstract arrays, those of the whole model."""
         return abstract_cache(*self.cache_pools())
+
+    @property
+    def slots(self) -> int:
+        """Sequences in a device state: those of a micro-batch in a pipeline."""
+        return self.sizes.slots if self.pipeline is None else self.pipeline.slots
+
+    @property
+    def max_steps(self) -> int:
+        """Steps in a call of "decode", at most."""
+        return MAX_STEPS if self.pipeline is None else 1
 
     @cached_property
     def state(self) -> states.State:
         """The device state's abstract arrays."""
-        return jax.eval_shape(self.empty_state)
+        sizes = self.sizes
+        return jax.eval_shape(lambda: states.empty_state(self.slots, sizes.context, sizes.vocab))
 
     @property
     def words(self) -> int:
@@ -200,11 +250,15 @@ class CompiledPrograms:
 
     def hidden_taps(self, cache: Cache) -> Any:
         """The cached hidden states that "gather_taps" reads for a draft head, by layer."""
+        if self.pipeline is not None:
+            return self.pipeline.hidden_taps(cache)
         return tuple(cache[name] for name in tap_names(self.model.caches))
 
-    def allocate_kv_cache(self) -> Cache:
-        """Allocates the paged KV cache: a pool of blocks for each attention, not initialized."""
-        return cast("Cache", self._compile(StepKey("allocate_kv_cache"))(()))
+    def allocate_kv_cache(self) -> Any:
+        """Allocates the paged KV cache: a pool of blocks for each attention, of each stage."""
+        if self.pipeline is not None:
+            return self.pipeline.allocate_kv_cache()
+        return self._compile(StepKey("allocate_kv_cache"))(())
 
     def cache_pools(self) -> tuple[CacheShapes, dict[str, int], Kind]:
         """Shape of each attention's part of a block, its number of blocks, and the number format.
@@ -217,24 +271,36 @@ class CompiledPrograms:
 
     def abstract_rows(self, count: int) -> tuple[BlockRows, ...]:
         """The abstract results of "gather_blocks" of so many rows, for each part of the model."""
+        if self.pipeline is not None:
+            return self.pipeline.abstract_rows(count)
         return (abstract_rows(self.model.caches, self.cache, count),)
 
-    def empty_state(self) -> states.State:
-        """A device state with all slots free."""
-        return states.empty_state(self.sizes.slots, self.sizes.context, self.sizes.vocab)
+    def empty_state(self) -> Any:
+        """A device state with all slots free, for each micro-batch of a pipeline."""
+        if self.pipeline is not None:
+            return self.pipeline.empty_state()
+        state = states.empty_state(self.slots, self.sizes.context, self.sizes.vocab)
+        return state if self.device is None else jax.device_put(state, self.device)
 
     def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract block tables."""
         shapes = self.sizes.table_shapes(rows)
         return {group: jax.ShapeDtypeStruct(shape, np.int32) for group, shape in shapes.items()}
 
-    def step_function(self, key: StepKey) -> StepFunction:
-        """What a step is compiled from."""
+    def step(self, key: StepKey) -> Step:
+        """The parts of a step."""
         # A start that finds all its programs compiled does not import this.
         from jinfer.engine.runner.step_table import STEPS
 
         self.model.modules.make()
         return STEPS[key.kind](self, key)
+
+    def step_function(self, key: StepKey) -> StepFunction:
+        """What a step of the whole model is compiled from."""
+        from jinfer.engine.runner.step_forms import StepFunction
+
+        step = self.step(key)
+        return step if isinstance(step, StepFunction) else step.whole(self)
 
     def with_leaves(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """A function of the flat weights, from one of the model and its parameters.
@@ -257,6 +323,10 @@ class CompiledPrograms:
         """Shapes of what a step gives."""
         function, _, arguments = self.step_function(key)
         return jax.eval_shape(function, *arguments)
+
+
+def _placed(there: Sharding, array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=there)
 
 
 def _compiler_threads(count: int) -> ThreadPoolExecutor:

@@ -7,19 +7,15 @@ same token as often as the two distributions allow; its second best is the next 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.flat_batch import Tables
-from jinfer.engine.runner.steps import Leaves, decode_loop, newest_logits
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
 from jinfer.sampling.sampler import add_gumbel_noise, apply_stages
 from jinfer.sampling.token_history import History
@@ -30,30 +26,15 @@ if TYPE_CHECKING:
 WIDTH = 4  # tokens proposed for each position
 
 
-def propose(
-    model: AbstractModel,
+def finish_propose(
     stages: Sequence[str],
-    leaves: Leaves,
-    cache: Cache,
     state: State,
-    rows: Int[Array, " sequences"],
-    tables: Tables,
-    steps: Int[Array, ""],
-) -> tuple[Cache, State, Int[Array, "steps sequences width"]]:
-    """Proposes the next tokens of sequences; each position follows the likeliest token before it.
-
-    Args:
-        stages: sampling stages that these sequences may need.
-        rows: slots of the sequences; -1: none.
-        tables: block tables by slot.
-        steps: number of positions, at most `MAX_STEPS`.
-
-    Returns:
-        The cache, the state, and the proposed tokens of each position, likeliest first; -1: none.
-    """
-    none, choose = no_proposals(model, rows.shape[0]), partial(propose_next, stages)
-    compute = newest_logits(model, rows, tables)
-    return decode_loop(compute, choose, none, leaves, cache, state, rows, steps)
+    results: Mapping[str, Array],
+    sampled: Int[Array, " sequences"],
+    *_: Any,
+) -> tuple[State, Int[Array, "sequences width"]]:
+    """`propose_next` with the results of a forward pass."""
+    return propose_next(stages, state, results["logits"], sampled)
 
 
 def no_proposals(model: AbstractModel, count: int) -> Int[Array, "sequences width"]:
@@ -64,7 +45,11 @@ def no_proposals(model: AbstractModel, count: int) -> Int[Array, "sequences widt
 def propose_next(
     stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Int[Array, "sequences width"]]:
-    """The likeliest tokens of some state rows; the first of them is appended to the state."""
+    """The likeliest tokens of some state rows, likeliest first; the first is appended to the state.
+
+    Args:
+        stages: sampling stages that these sequences may need.
+    """
     sampler, progress = (
         jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
     )

@@ -55,10 +55,10 @@ def make_flat_batch(
     tables: Tables,
     last: Int[Array, " chosen"],
 ) -> tuple[FlatBatch, Int[Array, " chosen"]]:
-    """The flat batch of `steps.logits`, and the state rows that its results belong to.
+    """The flat batch of `steps.begin_logits`, and the state rows that its results belong to.
 
     Args:
-        rows, positions, tables, last: as of `steps.logits`.
+        rows, positions, tables, last: as of `steps.begin_logits`.
     """
     known = or_padding_row(state, rows)
     newest = positions < 0

@@ -65,7 +65,7 @@ def prefill_head(
     """Prefill of a head: its KV cache with some known tokens computed.
 
     Args:
-        rows, positions, tables: as of `steps.logits`.
+        rows, positions, tables: as of `steps.begin_logits`.
         vectors: the target's hidden states of the token before each.
     """
     batch, _ = make_flat_batch(state, rows, positions, tables, jnp.full(1, -1, jnp.int32))
@@ -86,10 +86,13 @@ def propose_with_head(
     steps: Int[Array, ""],
     vectors: Float[Array, "sequences width"],
 ) -> tuple[Cache, State, Int[Array, "steps sequences width"]]:
-    """As `draft_steps.propose`, with a head.
+    """Proposes the next tokens of sequences; each position follows the likeliest token before it.
 
     Args:
-        stages, rows, tables, steps: as of `draft_steps.propose`.
+        stages: sampling stages that these sequences may need.
+        rows: slots of the sequences; -1: none.
+        tables: block tables by slot.
+        steps: number of positions, at most `MAX_STEPS`.
         vectors: the target's hidden states of the token before the last one.
     """
     count = rows.shape[0]

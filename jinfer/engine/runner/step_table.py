@@ -1,44 +1,39 @@
-"""Table of compiled steps: for each kind the function, the donated arguments, the argument shapes.
+"""Table of compiled steps: for each kind its parts and the shapes of its arguments.
 
-A new kind of step is a function here, its line in `STEPS`, and its name in `step_key.StepKind`;
-models on several devices have a table of their own, see `StagedPrograms.step_makers`.
+A new kind of step is a function here, its line in `STEPS`, and its name in `step_key.StepKind`. One
+device and a pipeline of several run it by the same line, see `step_forms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps, trace_steps
-from jinfer.engine.runner.draft_steps import propose
+from jinfer.engine.runner import device_state, head_steps, steps, trace_steps
+from jinfer.engine.runner.draft_steps import finish_propose, no_proposals
 from jinfer.engine.runner.edit_tables import abstract_edit_tables
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
+from jinfer.engine.runner.step_forms import (
+    CacheStep,
+    EncoderStep,
+    ForwardStep,
+    StateStep,
+    Step,
+    StepFunction,
+    TapStep,
+)
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
-from jinfer.engine.runner.verify import Nodes, verify
+from jinfer.engine.runner.verify import Nodes, begin_verify, finish_verify
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_blocks import BlockRows, gather_rows, row_groups, scatter_rows
 from jinfer.ops.attention.kv_cache import ADAPTER, Cache, CacheShapes, uninitialized_cache
-
-
-class StepFunction(NamedTuple):
-    """What `jax.jit` needs to compile a step.
-
-    Attributes:
-        function: of the arguments.
-        donated: indices of the arguments whose buffers the call may reuse.
-        arguments: abstract arrays.
-    """
-
-    function: Callable[..., Any]
-    donated: int | tuple[int, ...]
-    arguments: tuple[Any, ...]
 
 
 class StepInputs(Protocol):
@@ -48,6 +43,8 @@ class StepInputs(Protocol):
     def model(self) -> AbstractModel: ...
     @property
     def sizes(self) -> Sizes: ...
+    @property
+    def slots(self) -> int: ...
     @property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
     @property
@@ -66,85 +63,105 @@ class StepInputs(Protocol):
     def abstract_result(self, key: StepKey) -> Any: ...
 
 
-def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_arrays(inputs), *_batch(inputs, key), int32(key.chosen))
-    return StepFunction(inputs.with_leaves(steps.logits), 1, arguments)
+def _logits(inputs: StepInputs, key: StepKey) -> Step:
+    arguments = (*_batch(inputs, key), int32(key.chosen))
+    return ForwardStep(
+        arguments, steps.finish_logits, begin=steps.begin_logits, tables=2, captures=True
+    )
 
 
-def _sample(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _sample(inputs: StepInputs, key: StepKey) -> Step:
     words = jax.ShapeDtypeStruct((key.chosen, inputs.words), np.uint32)
     logits = inputs.abstract_result(StepKey("logits", key.chosen, key.chosen))[1:]
     function = partial(steps.sample_logits, inputs.model, key.sampling)
     flag = jax.ShapeDtypeStruct((), np.bool_)
-    return StepFunction(function, 0, (inputs.state, *logits, words, flag))
+    return StateStep(function, (*logits, words, flag), slots=1)
 
 
-def _decode(inputs: StepInputs, key: StepKey) -> StepFunction:
-    function = inputs.with_leaves(steps.decode, key.sampling)
-    return StepFunction(function, (1, 2), (*_decoding(inputs, key), int32()))
+def _decode(inputs: StepInputs, key: StepKey) -> Step:
+    return ForwardStep(
+        (*_decoding(inputs, key), int32()),
+        partial(steps.finish_decode, inputs.model, key.sampling),
+        begin=steps.begin_decode,
+        tables=1,
+        samples=True,
+        captures=True,
+        loops=lambda state, rows, *_: steps.empty_output(state, rows.shape[0]),
+    )
 
 
-def _propose(inputs: StepInputs, key: StepKey) -> StepFunction:
-    return StepFunction(inputs.with_leaves(propose, key.stages), (1, 2), _decoding(inputs, key))
+def _propose(inputs: StepInputs, key: StepKey) -> Step:
+    return ForwardStep(
+        _decoding(inputs, key),
+        partial(finish_propose, key.stages),
+        begin=steps.begin_decode,
+        tables=1,
+        samples=True,
+        loops=lambda state, rows, *_: no_proposals(inputs.model, rows.shape[0]),
+    )
 
 
-def _gather_taps(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (inputs.hidden_taps(inputs.cache), *_batch(inputs, key))
-    return StepFunction(head_steps.gather_taps, (), arguments)
+def _verify(inputs: StepInputs, key: StepKey) -> Step:
+    masks = [jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32)] if key.masked else []
+    return ForwardStep(
+        (abstract_nodes(key), _tables(inputs, key, key.tokens), *masks),
+        partial(finish_verify, inputs.model, key.sampling),
+        begin=begin_verify,
+        tables=1,
+        samples=True,
+        drafted=True,
+    )
 
 
-def _prefill_head(inputs: StepInputs, key: StepKey) -> StepFunction:
-    tokens = key.tokens
-    arguments = (*_arrays(inputs), *_batch(inputs, key), _head_vectors(inputs, tokens))
+def _forward(inputs: StepInputs, key: StepKey) -> Step:
+    def finish(state: None, results: Any, *_: Any) -> tuple[jax.Array]:
+        return (results[key.want].astype(np.float32),)
+
+    return ForwardStep((_flat(inputs, key),), finish, (key.want,))
+
+
+def _score(inputs: StepInputs, key: StepKey) -> Step:
+    return ForwardStep((_flat(inputs, key), int32(key.tokens)), steps.finish_score)
+
+
+def _beam(inputs: StepInputs, key: StepKey) -> Step:
+    arguments = _flat(inputs, key), float32(key.tokens)
+    return ForwardStep(arguments, partial(steps.finish_beam, inputs.model))
+
+
+def _contrastive(inputs: StepInputs, key: StepKey) -> Step:
+    past = float32(inputs.sizes.context, inputs.hidden)
+    arguments = _flat(inputs, key), past, float32(key.tokens), float32()
+    finish = partial(steps.finish_contrastive, inputs.model)
+    return ForwardStep(arguments, finish, ("logits", "hidden"))
+
+
+def _gather_taps(inputs: StepInputs, key: StepKey) -> Step:
+    return TapStep(_batch(inputs, key))
+
+
+def _prefill_head(inputs: StepInputs, key: StepKey) -> Step:
+    arguments = (*_arrays(inputs), *_batch(inputs, key), _head_vectors(inputs, key.tokens))
     return StepFunction(inputs.with_leaves(head_steps.prefill_head), 1, arguments)
 
 
-def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _propose_with_head(inputs: StepInputs, key: StepKey) -> Step:
     function = inputs.with_leaves(head_steps.propose_with_head, key.stages)
-    arguments = (*_decoding(inputs, key), _head_vectors(inputs, key.tokens))
+    vectors = _head_vectors(inputs, key.tokens)
+    arguments = (*_arrays(inputs), *_decoding(inputs, key), vectors)
     return StepFunction(function, (1, 2), arguments)
 
 
-def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
-    masks = [jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32)] if key.masked else []
-    arguments = (*_arrays(inputs), abstract_nodes(key), _tables(inputs, key, key.tokens), *masks)
-    function = inputs.with_leaves(verify, key.sampling)
-    return StepFunction(function, (1, 2), arguments)
+def _fill_cross_attention(inputs: StepInputs, key: StepKey) -> Step:
+    return EncoderStep((int32(1, key.tokens), int32(1), int32(1, inputs.sizes.table)), None)
 
 
-def _forward(inputs: StepInputs, key: StepKey) -> StepFunction:
-    return StepFunction(inputs.with_leaves(steps.forward, key.want), 1, _stateless(inputs, key))
-
-
-def _score(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_stateless(inputs, key), int32(key.tokens))
-    return StepFunction(inputs.with_leaves(steps.score), 1, arguments)
-
-
-def _beam(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_stateless(inputs, key), float32(key.tokens))
-    return StepFunction(inputs.with_leaves(steps.beam), 1, arguments)
-
-
-def _contrastive(inputs: StepInputs, key: StepKey) -> StepFunction:
-    past = float32(inputs.sizes.context, inputs.hidden)
-    arguments = (*_stateless(inputs, key), past, float32(key.tokens), float32())
-    return StepFunction(inputs.with_leaves(steps.contrastive), 1, arguments)
-
-
-def _fill_cross_attention(inputs: StepInputs, key: StepKey) -> StepFunction:
-    text = (int32(1, key.tokens), int32(1), int32(1, inputs.sizes.table))
-    function = inputs.with_leaves(encoder_steps.fill_cross_attention)
-    return StepFunction(function, 1, (inputs.leaves, inputs.cache, *text))
-
-
-def _encode(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _encode(inputs: StepInputs, key: StepKey) -> Step:
     texts = int32(key.rows, key.tokens)
-    arguments: tuple[Any, ...] = (inputs.leaves, {}, texts, texts, int32(key.rows))
-    return StepFunction(inputs.with_leaves(encoder_steps.encode, key.want), 1, arguments)
+    return EncoderStep((texts, texts, int32(key.rows)), key.want)
 
 
-def _trace(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _trace(inputs: StepInputs, key: StepKey) -> Step:
     tables = inputs.tables(key.rows)
     if key.blocks:
         narrow = int32(key.rows, key.blocks)
@@ -155,7 +172,7 @@ def _trace(inputs: StepInputs, key: StepKey) -> StepFunction:
     return StepFunction(function, 1, (inputs.leaves, inputs.cache, batch))
 
 
-def _trace_encoder(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _trace_encoder(inputs: StepInputs, key: StepKey) -> Step:
     texts = int32(key.rows, key.tokens)
     function = inputs.with_leaves(trace_steps.trace_encoder, key.capture)
     tables = abstract_edit_tables(key.taps, key.rows)
@@ -163,38 +180,38 @@ def _trace_encoder(inputs: StepInputs, key: StepKey) -> StepFunction:
     return StepFunction(function, (), arguments)
 
 
-def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _copy_blocks(inputs: StepInputs, key: StepKey) -> Step:
     which = {group: int32(MAX_COPIES) for group in inputs.sizes.blocks}
-    function = partial(steps.copy_blocks, inputs.model)
-    return StepFunction(function, 0, (inputs.cache, which, which, int32()))
+    return CacheStep(steps.copy_blocks, (which, which, int32()))
 
 
-def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
-    state = inputs.state
-    row = jax.tree.map(lambda part: jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype), state)
-    return StepFunction(device_state.set_slot, 0, (state, row, int32()))
+def _set_slot(inputs: StepInputs, key: StepKey) -> Step:
+    def one(part: Any) -> Any:
+        return jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype)
+
+    return StateStep(device_state.set_slot, (jax.tree.map(one, inputs.state), int32()), slots=1)
 
 
-def _gather_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
-    shapes, ids = inputs.model.caches, row_ids(inputs.model, key.rows)
-    return StepFunction(
-        lambda cache, ids: (gather_rows(shapes, cache, ids),), (), (inputs.cache, ids)
-    )
+def _gather_blocks(inputs: StepInputs, key: StepKey) -> Step:
+    def gather(model: AbstractModel, cache: Cache, ids: Any) -> BlockRows:
+        return gather_rows(model.caches, cache, ids)
+
+    return CacheStep(gather, (row_ids(inputs.model, key.rows),), reads=True)
 
 
-def _scatter_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
-    shapes, ids = inputs.model.caches, row_ids(inputs.model, key.rows)
-    arguments = inputs.cache, inputs.abstract_rows(key.rows), ids
-    return StepFunction(
-        lambda cache, rows, ids: scatter_rows(shapes, cache, rows[0], ids), 0, arguments
-    )
+def _scatter_blocks(inputs: StepInputs, key: StepKey) -> Step:
+    def scatter(model: AbstractModel, cache: Cache, rows: BlockRows, ids: Any) -> Cache:
+        return scatter_rows(model.caches, cache, rows, ids)
+
+    arguments = inputs.abstract_rows(key.rows), row_ids(inputs.model, key.rows)
+    return CacheStep(scatter, arguments, rows=0)
 
 
-def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> StepFunction:
+def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> Step:
     return StepFunction(lambda _: uninitialized_cache(*inputs.cache_pools()), (), ((),))
 
 
-STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], StepFunction]] = {
+STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], Step]] = {
     "logits": _logits,
     "sample": _sample,
     "decode": _decode,
@@ -230,19 +247,17 @@ def _tables(inputs: StepInputs, key: StepKey, rows: int) -> dict[str, Any]:
 
 def _batch(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Slots, positions and block tables of a flat batch of running sequences."""
-    return int32(key.tokens), int32(key.tokens), _tables(inputs, key, inputs.sizes.slots)
+    return int32(key.tokens), int32(key.tokens), _tables(inputs, key, inputs.slots)
 
 
 def _decoding(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
-    """Arguments of a loop that decodes."""
-    tables = _tables(inputs, key, inputs.sizes.slots)
-    return *_arrays(inputs), int32(key.tokens), tables, int32()
+    """Rows, tables and number of steps of a loop that decodes."""
+    return int32(key.tokens), _tables(inputs, key, inputs.slots), int32()
 
 
-def _stateless(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
-    """Arguments of a step over a flat batch of sequences that have no slot."""
-    batch = abstract_flat_batch(key.tokens, key.rows, _tables(inputs, key, key.rows))
-    return inputs.leaves, inputs.cache, batch
+def _flat(inputs: StepInputs, key: StepKey) -> FlatBatch:
+    """A flat batch of sequences that have no slot."""
+    return abstract_flat_batch(key.tokens, key.rows, _tables(inputs, key, key.rows))
 
 
 def _head_vectors(inputs: StepInputs, tokens: int) -> Any:

@@ -1,7 +1,6 @@
-"""Compiled steps: prefill, decoding loop, sampling, and forward passes without sampling.
+"""Parts of compiled steps: flat batches, the decoding loop, sampling, search steps.
 
-Pure functions of flat weights, of a KV cache and a device state that are donated, and of small
-arrays. `jinfer.engine.runner.step_table` lists them all.
+Pure functions of arrays, which `jinfer.engine.runner.step_table` puts together to steps.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.engine.runner.captured_calls import POSITIONS
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, make_flat_batch
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
-from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.nn.row_edits import CAPTURE, is_of_head
+from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention import kv_blocks
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.cpu_library import interrupted
@@ -41,48 +38,44 @@ type Leaves = tuple[Array, ...]
 type Stage = str | Extra
 
 
-def logits(
-    model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
+def begin_logits(
     state: State,
+    tables: Tables,
     rows: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
-    tables: Tables,
     last: Int[Array, " chosen"],
-) -> Any:
-    """Computes a flat batch of prompt chunks and decoding tokens, and logits after some of them.
+) -> tuple[FlatBatch, Array, Array]:
+    """A flat batch of prompt chunks and decoding tokens, with logits after some of them.
 
     Args:
+        tables: block tables by slot.
         rows: the slot of each token; -1: padding.
         positions: position of each token in its sequence; -1: the last token, which only the device
             may know.
-        tables: block tables by slot.
         last: indices of the tokens after which one is sampled; -1: none.
 
     Returns:
-        The cache, the logits, and the state rows that these belong to: the padding row where
-        nothing is sampled. If the tables name activations to capture, also these, as
-        `captured_rows` gives them.
+        The flat batch; `last`; the state rows that the logits belong to: the padding row where
+        nothing is sampled.
     """
     batch, sampled = make_flat_batch(state, rows, positions, tables, last)
-    at, wanted = batch.step(), jnp.maximum(last, 0)
-    module = model.module(leaves)
-    if CAPTURE not in tables:
-        out, cache = module.decode(batch.tokens, at, cache, "logits", wanted)
-        return cache, out, sampled
-    # What the head computes is captured of all tokens.
-    names: Any = tables[CAPTURE]
-    every = any(map(is_of_head, names))
-    results, cache = module.decode_all(batch.tokens, at, cache, None if every else wanted)
-    out = results["logits"][wanted] if every else results["logits"]
-    return cache, out, sampled, captured_rows(batch, results["captured"])
+    return batch, last, sampled
 
 
-def captured_rows(batch: FlatBatch, captured: Mapping[str, Array]) -> dict[str, Array]:
-    """Captured activations [tokens, ...], and the position of each token; -1: padding."""
-    positions = jnp.where(batch.rows >= 0, batch.positions, -1)
-    return {name: value[0] for name, value in captured.items()} | {POSITIONS: positions}
+def finish_logits(
+    state: State, results: Mapping[str, Array], sampled: Int[Array, " chosen"], *_: Any
+) -> tuple[Array, Array]:
+    """The logits, and the state rows that they belong to."""
+    return results["logits"], sampled
+
+
+def begin_decode(
+    state: State, tables: Tables, rows: Int[Array, " sequences"], *_: Any
+) -> tuple[FlatBatch, Array, Array]:
+    """As `begin_logits`, a flat batch of the last token of each sequence; -1: no sequence."""
+    count = rows.shape[0]
+    every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
+    return begin_logits(state, tables, rows, newest, every)
 
 
 def sample_logits(
@@ -112,62 +105,21 @@ def sample_logits(
     return state, jax.tree.map(lambda one: one[None], output)
 
 
-def decode(
+def finish_decode(
     model: AbstractModel,
     stages: Sequence[Stage],
-    leaves: Leaves,
-    cache: Cache,
     state: State,
-    rows: Int[Array, " sequences"],
-    tables: Tables,
-    steps: Int[Array, ""],
-    flag: Int[Array, ""],
-) -> tuple[Any, ...]:
-    """Decodes several steps, until all sequences have ended or the host interrupts.
+    results: Mapping[str, Array],
+    sampled: Int[Array, " sequences"],
+    *_: Any,
+) -> tuple[State, SamplerOutput]:
+    """Samples the next token of each sequence.
 
     Args:
         stages: sampling stages that these sequences may need, and extras.
-        rows: slots of the sequences; -1: none.
-        tables: block tables by slot.
-        steps: tokens of each sequence, at most `MAX_STEPS`.
-        flag: number of the flag by which the host interrupts.
-
-    Returns:
-        The cache, the state, and the sampled tokens with a leading axis of `MAX_STEPS`; with it
-        also captured activations, as of `logits`.
+        sampled: the state rows of the logits.
     """
-    choose, none = partial(sample_next, model, stages), empty_output(state, rows.shape[0])
-    compute = newest_logits(model, rows, tables)
-    if CAPTURE not in tables:
-        return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, flag)
-
-    def choose_beside(state: State, out: Any, which: Array) -> Any:
-        state, output = choose(state, out[0], which)
-        return state, (output, out[1])
-
-    _, (_, seen), _, _ = jax.eval_shape(compute, leaves, cache, state, None)
-    begun = leaves, cache, state, rows, steps, flag
-    cache, state, both = decode_loop(compute, choose_beside, (none, seen), *begun)
-    return cache, state, *both
-
-
-def newest_logits(
-    model: AbstractModel, rows: Int[Array, " sequences"], tables: Tables
-) -> Callable[..., Any]:
-    """`compute` of a `decode_loop`: logits after the last token of each sequence.
-
-    With them, as a tuple, captured activations if the tables name any.
-    """
-    count = rows.shape[0]
-    every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
-
-    def compute(leaves: Leaves, cache: Cache, state: State, hidden: None) -> Any:
-        cache, out, which, *captured = logits(
-            model, leaves, cache, state, rows, newest, tables, every
-        )
-        return cache, (out, *captured) if captured else out, which, hidden
-
-    return compute
+    return sample_next(model, stages, state, results["logits"], sampled)
 
 
 def decode_loop[One](
@@ -189,7 +141,9 @@ def decode_loop[One](
             the next step's `hidden`.
         choose: from the state, logits and their state rows to the next state and the step's output.
         none: shapes of a step's output; the output of steps that do not run is -1.
-        rows, steps, flag: as of `decode`; without a flag the loop is not interrupted.
+        rows: slots of the sequences; -1: none.
+        steps: tokens of each sequence, at most `MAX_STEPS`.
+        flag: number of the flag by which the host interrupts; None: the loop is not interrupted.
 
     Returns:
         The cache, the state, and the steps' outputs with a leading axis of `MAX_STEPS`.
@@ -290,41 +244,29 @@ def empty_output(state: State, count: int) -> SamplerOutput:
     return SamplerOutput(none, zeros, ids, numbers, progress)
 
 
-def forward(
-    model: AbstractModel,
-    want: Want,
-    leaves: Leaves,
-    cache: Cache,
-    batch: FlatBatch,
-) -> tuple[Cache, Float[Array, "tokens width"]]:
-    """Logits or last hidden states after every token, float32."""
-    out, cache = model.module(leaves).decode(batch.tokens, batch.step(), cache, want)
-    return cache, out.astype(jnp.float32)
-
-
-def score(
-    model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
+def finish_score(
+    state: None,
+    results: Mapping[str, Array],
+    carried: None,
     batch: FlatBatch,
     following: Int[Array, " tokens"],
-) -> tuple[Cache, tuple[Array, Array, Array]]:
+) -> tuple[tuple[Array, Array, Array]]:
     """Log-probability of the token after each one, and the likeliest tokens with theirs.
 
     Args:
         following: the token after each one.
     """
-    cache, out = forward(model, "logits", leaves, cache, batch)
-    return cache, log_probabilities(out, following)
+    return (log_probabilities(results["logits"].astype(jnp.float32), following),)
 
 
-def beam(
+def finish_beam(
     model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
+    state: None,
+    results: Mapping[str, Array],
+    carried: None,
     batch: FlatBatch,
     scores: Float[Array, " beams"],
-) -> tuple[Cache, Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
+) -> tuple[Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
     """A step of beam search: the likeliest continuations over all beams.
 
     Args:
@@ -332,22 +274,22 @@ def beam(
         scores: sum of the log-probabilities of each beam; -inf: no beam.
 
     Returns:
-        The cache; beam, token and score of twice as many candidates as beams, best first.
+        Beam, token and score of twice as many candidates as beams, best first.
     """
-    cache, out = forward(model, "logits", leaves, cache, batch)
-    return cache, *best_beams(model, out, scores)
+    return best_beams(model, results["logits"].astype(jnp.float32), scores)
 
 
-def contrastive(
+def finish_contrastive(
     model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
+    state: None,
+    results: Mapping[str, Array],
+    carried: None,
     batch: FlatBatch,
     past: Float[Array, "context hidden"],
     probabilities: Float[Array, " k"],
     alpha: Float[Array, ""],
-) -> tuple[Cache, Array, Array, Array, Array]:
-    """A step of contrastive search: computes candidates, chooses one, and finds the next ones.
+) -> tuple[Array, Array, Array, Array]:
+    """A step of contrastive search: chooses a candidate, and finds the next ones.
 
     Args:
         batch: candidates for one position.
@@ -356,11 +298,11 @@ def contrastive(
         alpha: weight of the degeneration penalty.
 
     Returns:
-        The cache; `past` with the chosen candidate's hidden state; its index; the candidates for
-        the next position and their probabilities.
+        `past` with the chosen candidate's hidden state; its index; the candidates for the next
+        position and their probabilities.
     """
-    both, cache = model.module(leaves).decode_all(batch.tokens, batch.step(), cache)
-    return cache, *best_candidate(model, both, batch.positions[0], past, probabilities, alpha)
+    position = FlatBatch(*batch).positions[0]
+    return best_candidate(model, results, position, past, probabilities, alpha)
 
 
 def copy_blocks(

@@ -16,7 +16,7 @@ accepted nodes are computed when these are known (`jinfer.ops.recurrence.drafted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jax import Array, lax
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, or_padding_row
 from jinfer.engine.runner.sampler_output import SamplerOutput
-from jinfer.engine.runner.steps import Leaves, Stage, empty_output, sample_next
+from jinfer.engine.runner.steps import Stage, empty_output, sample_next
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_cache import Cache
@@ -34,7 +34,7 @@ from jinfer.ops.recurrence.drafted_scan import accept_drafted
 from jinfer.sampling import penalties
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int, UInt
+    from jaxtyping import Int, UInt
 
 
 class Nodes(NamedTuple):
@@ -59,32 +59,17 @@ class Nodes(NamedTuple):
     copies: TreeCopies | None = None
 
 
-def verify(
-    model: AbstractModel,
-    stages: Sequence[Stage],
-    leaves: Leaves,
-    cache: Cache,
-    state: State,
-    nodes: Nodes,
-    tables: Tables,
-    mask: UInt[Array, "nodes words"] | None = None,
-) -> tuple[Cache, State, SamplerOutput]:
-    """Computes trees, and samples from their roots on as long as the sampled tokens are in them.
+def begin_verify(
+    state: State, tables: Tables, nodes: Nodes, mask: Array | None = None
+) -> tuple[FlatBatch, None, None]:
+    """The flat batch of some token trees.
 
     Args:
-        stages: as of `steps.decode`.
-        nodes: the trees.
         tables: block tables by row of the nodes.
-        mask: grammar bitmask after each node: bit i % 32 of word i // 32 allows token i; None: all.
-
-    Returns:
-        The cache, the state, and the sampled tokens, whose leading axis is as long as the nodes.
     """
-    batch = tree_flat_batch(state, nodes, tables)
-    at = batch.step().with_draft_runs()
-    logits, cache = model.module(leaves).decode(batch.tokens, at, cache, "logits")
-    state, output = sample_along_trees(model, stages, state, nodes, logits, mask)
-    return accept_states(cache, batch, nodes.roots, output.tokens), state, output
+    owners = or_padding_row(state, nodes.owners)
+    lengths = state.prompts[owners], state.encoded[owners]
+    return FlatBatch(*nodes[:3], *lengths, tables, nodes.copies), None, None
 
 
 def accept_states(
@@ -110,26 +95,27 @@ def accept_states(
     return accept_drafted(cache, runs, accepted)
 
 
-def tree_flat_batch(state: State, nodes: Nodes, tables: Tables) -> FlatBatch:
-    """The flat batch of some token trees."""
-    owners = or_padding_row(state, nodes.owners)
-    lengths = state.prompts[owners], state.encoded[owners]
-    return FlatBatch(*nodes[:3], *lengths, tables, nodes.copies)
-
-
-def sample_along_trees(
+def finish_verify(
     model: AbstractModel,
     stages: Sequence[Stage],
     state: State,
+    results: Mapping[str, Array],
+    carried: None,
     nodes: Nodes,
-    logits: Float[Array, "nodes vocab"],
     mask: UInt[Array, "nodes words"] | None = None,
 ) -> tuple[State, SamplerOutput]:
     """Samples from the roots on, as long as the sampled tokens are in the trees.
 
     Args:
-        logits: after each node; the other arguments as of `verify`.
+        stages: sampling stages that these sequences may need, and extras.
+        results: the logits [nodes, vocab] after each node.
+        nodes: the trees.
+        mask: grammar bitmask after each node: bit i % 32 of word i // 32 allows token i; None: all.
+
+    Returns:
+        The state, and the sampled tokens, whose leading axis is as long as the nodes.
     """
+    logits = results["logits"]
     if mask is not None:
         every = jnp.arange(logits.shape[0], dtype=jnp.int32)
         logits = penalties.masked(logits, mask, every, every >= 0)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jinfer.server.http_errors import ApiError
-from jinfer.server.http_responses import HttpResponse
-from jinfer.server.service import RequestContext
+from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.http_responses import HttpResponse
 
-# The page's own files, and the libraries that they load where a text needs them.
+# The page's own files, and the libraries that they load on demand.
 _FOLDERS = (Path(__file__).with_name("assets"), Path(__file__).with_name("vendor"))
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -49,19 +50,19 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
-async def index(call: RequestContext[Any]) -> HttpResponse:
-    """Serves the page."""
-    return _sent(call, "index.html")
+async def index(request: RequestContext[Any]) -> HttpResponse:
+    """Serve the page."""
+    return _sent(request, "index.html")
 
 
-async def asset(call: RequestContext[Any]) -> HttpResponse:
-    """Serves a file of the page."""
-    return _sent(call, call.request.path_params["file"])
+async def asset(request: RequestContext[Any]) -> HttpResponse:
+    """Serve a file of the page."""
+    return _sent(request, request.http.path_params["file"])
 
 
 @cache
 def files() -> Mapping[str, HttpResponse]:
-    """The responses with the static files, by name; their ETags change with the content."""
+    """Return the responses with the static files, by name; their ETags depend on the content."""
     paths = (path for folder in _FOLDERS for path in folder.iterdir())
     return {path.name: _read(path) for path in paths if path.suffix in _TYPES}
 
@@ -72,11 +73,20 @@ def _read(path: Path) -> HttpResponse:
     return HttpResponse(content, 200, headers, _TYPES[path.suffix])
 
 
-def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
-    """Sends a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
+def _sent(request: RequestContext[Any], name: str) -> HttpResponse:
+    """Return a file, or 304 if the browser's copy is current. Raises `ApiError`."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")
-    if file.headers["etag"] in call.request.headers.get("if-none-match", ""):
+    if file.headers["etag"] in request.http.headers.get("if-none-match", ""):
         return replace(file, content=b"", status=304)
     return file
+
+
+PAGE_TAG = "page"
+_page = partial(Endpoint, tag=PAGE_TAG, public=True)
+
+PAGE_ENDPOINTS: tuple[Endpoint, ...] = (
+    _page("GET /", index, "The web page", media_type="text/html"),
+    _page("GET /page/{file}", asset, "A file of the web page", media_type="*/*"),
+)

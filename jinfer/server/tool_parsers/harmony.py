@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_named_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -25,7 +24,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
-    said = later = False
+    has_content = later = False
     headed = True  # the prompt has started a message
     while True:
         reader.mark()
@@ -34,9 +33,9 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
             out.reject(reader, certain=later or not reader.rest())
             mark = yield from reader.until(_ENDS, out.content, take=False)
         else:
-            if said and _kind(head, tools) == "content":
+            if has_content and _kind(head, tools) == "content":
                 out.content("\n\n")
-            said = said or _kind(head, tools) == "content"
+            has_content = has_content or _kind(head, tools) == "content"
             mark = yield from _message(reader, out, head, tools)
         if mark is None:
             return
@@ -50,7 +49,7 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 
 def _head(reader: IncrementalReader) -> Parse[str | None]:
-    """Parses a message's header; None: there is no message."""
+    """Parse a message's header; return None without a message."""
     head: list[str] = []
     yield from reader.space()
     role = yield from reader.starts("assistant")
@@ -66,7 +65,7 @@ def _head(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _begins(reader: IncrementalReader) -> Parse[bool]:
-    """Whether a channel or a recipient comes next."""
+    """Return whether a channel or a recipient follows."""
     while True:
         rest = reader.rest()
         if rest.startswith((CHANNEL, MESSAGE, "to=")):
@@ -79,7 +78,7 @@ def _begins(reader: IncrementalReader) -> Parse[bool]:
 
 
 def _kind(head: str, tools: Tools) -> str:
-    """The kind of a message: "reasoning", "content", the name of a tool, or "" for neither."""
+    """Return the kind of a message: "reasoning", "content", a tool's name, or "" for neither."""
     to = _TO.search(head)
     if to is not None:
         name = to[1].removeprefix("functions.")
@@ -91,7 +90,7 @@ def _kind(head: str, tools: Tools) -> str:
 def _message(
     reader: IncrementalReader, out: DeltaCollector, head: str, tools: Tools
 ) -> Parse[str | None]:
-    """Parses a message; returns the mark that ends it."""
+    """Parse a message; return the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":
         mark = yield from reader.until(_ENDS, out.reasoning, take=False)
@@ -108,7 +107,7 @@ def _message(
 
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
-    # A turn ends with its call, so there is at most one.
+    # A turn ends with its call, so there is at most one call.
     calls = (
         lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}") + f" {args}"
         for name, args in lark.arguments(tools).items()

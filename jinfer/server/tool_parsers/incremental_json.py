@@ -14,7 +14,7 @@ _BETWEEN = frozenset(",:{}[]\"' \t\r\n")
 
 
 def loads(text: str) -> Any:
-    """Parses JSON. Raises `ValueError`."""
+    """Parse JSON. Raises `ValueError`."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -22,11 +22,11 @@ def loads(text: str) -> Any:
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return whether a text is a JSON object."""
     try:
         return isinstance(loads(text), dict)
     except ValueError:
@@ -34,7 +34,7 @@ def is_object(text: str) -> bool:
 
 
 def value_as_json(text: str) -> str:
-    """A parameter value as JSON: itself if it is valid JSON, else a JSON string of the text."""
+    """Convert a parameter value to JSON: unchanged if it is valid JSON, else as a string."""
     text = text.strip()
     text = _WORDS.get(text, text)
     try:
@@ -45,45 +45,45 @@ def value_as_json(text: str) -> str:
 
 
 def escape_json(text: str) -> str:
-    """A text escaped for the inside of a JSON string."""
+    """Escape a text for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def decoded_prefix(text: str) -> str:
-    """The decoded beginning of an unfinished JSON string, as far as it is certain."""
+    """Decode the beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
-            said = loads(f'{text[:end]}"')
-        except ValueError:  # it ends inside an escape
+            decoded = loads(f'{text[:end]}"')
+        except ValueError:  # the text ends inside an escape
             continue
-        if not any("\ud800" <= sign <= "\udfff" for sign in said):
-            return said
+        if not any("\ud800" <= sign <= "\udfff" for sign in decoded):
+            return decoded
     return ""
 
 
 def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> Parse[str | None]:
-    """Parses a string and returns its decoded value; None: there is none.
+    """Parse a string and return its decoded value; None without a string.
 
     Args:
-        sink: receives its JSON text as it comes, with quotes and escapes.
+        sink: receives its JSON text, with quotes and escapes.
     """
     if (yield from reader.char()) != '"':
         return None
     text = yield from parse_value(reader, sink)
     if text is None:
         return None
-    said = loads(text)
+    value = loads(text)
     # An unpaired surrogate could not be encoded as UTF-8.
-    return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
+    return None if any("\ud800" <= sign <= "\udfff" for sign in value) else value
 
 
 def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
-    """Parses a value.
+    """Parse a value.
 
     Escapes raw control characters in strings, which JSON forbids but models write.
 
     Args:
-        sink: receives the JSON text as it comes.
+        sink: receives the JSON text.
 
     Returns:
         The JSON text; None: it is invalid or incomplete.
@@ -98,7 +98,7 @@ def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
 
 
 def _enclosed(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
-    """Parses a string, object or array up to its closing delimiter."""
+    """Parse a string, object or array up to its closing delimiter."""
     parts: list[str] = []
     open_: list[str] = []
     quoted = escaping = False
@@ -137,7 +137,7 @@ def _enclosed(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
 
 
 def _word(reader: IncrementalReader, sink: Sink) -> Parse[str]:
-    """Parses a number or a literal such as null."""
+    """Parse a number or a literal such as null."""
     word = ""
     while (sign := (yield from reader.char())) and sign not in _BETWEEN:
         word += reader.take(1)

@@ -16,7 +16,7 @@ class IncrementalReader:
         ended: whether the text is complete.
         cut: whether the token limit ended the text. A parser that was waiting for more then has
             incomplete, not wrong, input.
-        bound: whether a grammar allows nothing but calls.
+        bound: whether a grammar allows calls only.
     """
 
     def __init__(self, *, bound: bool = False) -> None:
@@ -27,30 +27,30 @@ class IncrementalReader:
         self._raw: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Appends text."""
+        """Append text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def rest(self) -> str:
-        """The unread text."""
+        """Return the unread text."""
         return self._text[self._at :]
 
     def mark(self, before: str = "") -> None:
-        """Starts recording what is read, after this prefix."""
+        """Start recording the read text, after a prefix."""
         self._raw = [before] if before else []
 
     def raw(self) -> str:
-        """Returns what was read since the mark, and stops recording."""
+        """Return the text since the mark, and stop recording."""
         text = "".join(self._raw)
         self._raw = []
         return text
 
     def drop(self) -> None:
-        """Discards the recorded and the unread text."""
+        """Discard the recorded and the unread text."""
         self._raw, self._at = [], len(self._text)
 
     def take(self, count: int) -> str:
-        """Reads that many characters, which must be buffered."""
+        """Read buffered characters."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if text:
@@ -58,13 +58,13 @@ class IncrementalReader:
         return text
 
     def char(self) -> Parse[str]:
-        """Peeks at the next character; "" at the end."""
+        """Peek at the next character; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def starts(self, text: str) -> Parse[bool]:
-        """Consumes this text if it comes next."""
+        """Consume a text if it follows."""
         while True:
             there = self._text[self._at : self._at + len(text)]
             if there == text:
@@ -77,18 +77,18 @@ class IncrementalReader:
             yield
 
     def space(self) -> Parse[None]:
-        """Skips white space."""
+        """Skip white space."""
         while (yield from self.char()).isspace():
             rest = self.rest()
             self.take(len(rest) - len(rest.lstrip()))
 
     def until(
-        self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
+        self, marks: Sequence[str], sink: Sink, *, take: bool = True, min_overlap: int = 2
     ) -> Parse[str | None]:
-        """Reads up to the first of some marks, none of which is part of another.
+        """Read up to the first of several marks, none of which is part of another.
 
         Args:
-            sink: receives the text before the mark as it comes.
+            sink: receives the text before the mark.
             take: also consume the mark.
             min_overlap: characters of a partial mark at the cut end that are withheld from `sink`.
 
@@ -106,7 +106,7 @@ class IncrementalReader:
                 self.take(len(mark) if take else 0)
                 return mark
             kept = max(_overlap(rest, mark) for mark in marks)
-            if self.ended and not self._begins_mark(rest[len(rest) - kept :], least):
+            if self.ended and not self._begins_mark(rest[len(rest) - kept :], min_overlap):
                 kept = 0
             self._give(len(rest) - kept, sink)
             if self.ended:
@@ -115,7 +115,7 @@ class IncrementalReader:
             yield
 
     def _begins_mark(self, end: str, min_overlap: int) -> bool:
-        """Whether a cut text ends in a partial mark rather than in ordinary text.
+        """Return whether a cut text ends in a partial mark rather than in ordinary text.
 
         Args:
             end: the end of the text.
@@ -129,6 +129,6 @@ class IncrementalReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest suffix of `text` that is a proper prefix of the mark."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

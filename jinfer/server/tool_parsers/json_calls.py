@@ -7,7 +7,7 @@ from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
@@ -17,7 +17,7 @@ _OTHERS = ("id", "type", "index", "tool_call_id")
 
 
 def is_string_schema(schema: Any) -> bool:
-    """Whether a schema allows only strings, so that a value needs no quotes."""
+    """Return whether a schema allows only strings, so that a value needs no quotes."""
     if not isinstance(schema, Mapping):
         return False
     values = schema.get("enum") or [schema.get("const")]
@@ -25,7 +25,7 @@ def is_string_schema(schema: Any) -> bool:
 
 
 def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
-    """Parses a call's arguments: an object, a string that contains one, or null.
+    """Parse a call's arguments: an object, a string that contains one, or null.
 
     Returns:
         Whether they are valid.
@@ -35,25 +35,25 @@ def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
         return (yield from incremental_json.parse_value(reader, sink)) is not None
     if first == '"':
         parts: list[str] = []
-        said = yield from incremental_json.parse_string(reader, parts.append)
-        if said is None and reader.cut:
+        value = yield from incremental_json.parse_string(reader, parts.append)
+        if value is None and reader.cut:
             sink(incremental_json.decoded_prefix("".join(parts)))
     else:
-        said = (
+        value = (
             ""
             if (yield from incremental_json.parse_value(reader, lambda _: None)) == "null"
             else None
         )
-    if said is None or (said.strip() and not incremental_json.is_object(said)):
+    if value is None or (value.strip() and not incremental_json.is_object(value)):
         return False
-    sink(said.strip() or "{}")
+    sink(value.strip() or "{}")
     return True
 
 
 def parse_named_call(
     reader: IncrementalReader, out: DeltaCollector, name: str, tools: Tools
 ) -> Parse[bool]:
-    """Parses the arguments of a call to a known tool. Returns whether it is a call."""
+    """Parse the arguments of a call to a known tool; return whether it is a call."""
     if name not in tools:
         return False
     out.begin_call(name)
@@ -65,7 +65,7 @@ def parse_named_call(
 
 
 def parse_json_calls(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parses one call or several: objects, or a list of them. Sets a mark after each.
+    """Parse a call or several: objects, or a list. Sets a mark after each.
 
     Returns:
         Whether all of them were calls.
@@ -93,10 +93,10 @@ def parse_call_list(
     marks: tuple[str, str, str],
     call: Callable[[IncrementalReader, DeltaCollector, Tools], Parse[bool]],
 ) -> Parse[None]:
-    """Parses an answer to its end, with a list of calls in it.
+    """Parse an answer to its end, with a list of calls in it.
 
     Args:
-        marks: what begins the list (may be missing), what begins a call, what ends the list.
+        marks: beginning of the list (may be missing), beginning of a call, end of the list.
         call: parses a call after its beginning, and sets a mark after the certain part.
     """
     opens, begins, closes = marks
@@ -121,10 +121,10 @@ def parse_call_list(
 def parse_json_call(
     reader: IncrementalReader, out: DeltaCollector, tools: Tools, *, certain: bool = True
 ) -> Parse[bool]:
-    """Parses an object that is a call. Missing text after its arguments is tolerated.
+    """Parse an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
-        certain: it is known to be a call, which may have other members too.
+        certain: whether it is known to be a call, which may have other members.
 
     Returns:
         Whether it is a call.
@@ -155,7 +155,7 @@ class _Call:
         self._opened = self._argued = False
 
     def member(self) -> Parse[bool]:
-        """Parses a key and its value."""
+        """Parse a key and its value."""
         reader = self._reader
         key = yield from incremental_json.parse_string(reader)
         yield from reader.space()
@@ -182,7 +182,7 @@ class _Call:
         return (yield from incremental_json.parse_value(reader, lambda _: None)) is not None
 
     def end(self, *, whole: bool) -> bool:
-        """Ends the object, complete or not."""
+        """End the object, complete or not."""
         if self._opened and not self._argued:
             self._out.abort_call(self._reader)
             return False

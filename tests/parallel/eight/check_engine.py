@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.opening.open_model import open_files
-from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.loader.open_model import open_files
+from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.timeline import Timeline, overlap_fraction
 from tests.parallel.eight.models import opened
 from tools.bench_models import LlamaShape, make_up
@@ -68,8 +68,8 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
         wanted = tokens(llm, requests)
     with LLM(model, **keys, **plan) as llm:
         assert tokens(llm, requests) == wanted
-        programs = llm.session.engine.programs
-        assert isinstance(programs, PipelinePrograms)
+        programs = llm.session.engine.programs.pipeline
+        assert isinstance(programs, Pipeline)
         programs.timeline = timeline = Timeline()
         assert tokens(llm, requests) == wanted
         busy = timeline.close()
@@ -207,5 +207,5 @@ def test_devices_that_the_cost_model_chooses() -> None:
     with opened("llama2", **KEYS) as llm:
         wanted = tokens(llm, requests)
     with opened("llama2", devices="auto", **KEYS) as llm:
-        assert isinstance(llm.session.engine.programs, PipelinePrograms)
+        assert isinstance(llm.session.engine.programs.pipeline, Pipeline)
         assert tokens(llm, requests) == wanted

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.loader.weights.model_size import bytes_text
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.parallel.device_groups import HOST_MEMORY
-from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
-from jinfer.weights.model_size import bytes_text
 from tests.parallel.eight.check_engine import asked, made_up, nothing_held, tokens
 from tests.parallel.eight.models import Answers, alone, answers, distance, opened
 from tools.bench_models import LlamaShape
@@ -29,8 +29,8 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 @contextmanager
 def watched(llm: LLM) -> Iterator[list[bool]]:
     """Whether each table that was used names blocks of both places."""
-    programs, used = llm.session.engine.programs, list[bool]()
-    assert isinstance(programs, PipelinePrograms)
+    programs, used = llm.session.engine.programs.pipeline, list[bool]()
+    assert isinstance(programs, Pipeline)
     before = llm.session.engine.block_tables
 
     def block_tables(rows: int, sequences: Any) -> Any:
@@ -225,7 +225,7 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(WeightPrefetcher, "take", take)
     plan: dict[str, Any] = {"partition.devices": "0", "partition.streamed_layers": 8}
     with LLM(model, **keys, **plan) as llm:
-        programs: Any = llm.session.engine.programs
+        programs: Any = llm.session.engine.programs.pipeline
         before = on_device("device")
         (again,) = llm.generate(prompts, params)
         most, engine = max(seen), llm.session.engine

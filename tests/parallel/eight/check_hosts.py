@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.checkpoint import Tensor
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.open_model import open_model
 from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.placement import ModelToPlace, make_stages, partition_plan
 from jinfer.parallel.sharded_loading import load_stages, local_rows
-from jinfer.weights.plan_weights import plan_weights
 from tests.parallel.eight.models import GOLDENS
 
 

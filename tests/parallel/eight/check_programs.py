@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 from jax.stages import Compiled
 
-from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.engine.runner.step_table import abstract_flat_batch, abstract_tables, int32
+from jinfer.parallel.pipeline import Pipeline
 from tests.parallel.eight.models import opened
 
 _COLLECTIVES = re.compile(
@@ -18,10 +19,11 @@ _COLLECTIVES = re.compile(
 def collectives(golden: str, **keys: object) -> list[Counter[str]]:
     """Those of each stage's program for a step of eight sequences."""
     with opened(golden, **keys) as llm:
-        programs = llm.session.engine.programs
-        assert isinstance(programs, PipelinePrograms)
+        programs = llm.session.engine.programs.pipeline
+        assert isinstance(programs, Pipeline)
         rows = programs.lanes.rows
-        made = programs.compiler.decoder(rows, (rows, rows + 1), rows, ("logits",))
+        batch = abstract_flat_batch(rows, rows + 1, abstract_tables(programs.sizes, rows))
+        made = programs.compiler.decoder(batch, int32(rows), ("logits",))
         texts = [cast(Compiled, each.program).as_text() or "" for each in made]
         return [Counter(_COLLECTIVES.findall(text)) for text in texts]
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.server.schemas.parameter_groups import GROUPS
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.core.sampling_fields import GROUPS
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.page.driving import (
     ANSWERS,
     answered,

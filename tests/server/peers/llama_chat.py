@@ -53,7 +53,7 @@ def _(at: Servers) -> None:
     assert "params" not in slots[0]
 
 
-LLAMA.apart("test_basic.py", 1, "a set of shards", "tests/weights open such sets; no network here")
+LLAMA.apart("test_basic.py", 1, "a set of shards", "tests/loader open such sets; no network here")
 LLAMA.apart("test_basic.py", 1, "several hosts", "flags of a command: `test_run_server.py` has it")
 
 

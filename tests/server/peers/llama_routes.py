@@ -21,7 +21,7 @@ def cors(at: Target, origin: str) -> Any:
 
 
 LLAMA.apart("test_compat_gcp.py", 2, "`/predict`", "Vertex AI's route, off by default in theirs")
-LLAMA.apart("test_ctx_shift.py", 1, "a shifted context", "a context is never shifted")
+LLAMA.apart("test_ctx_shift.py", 1, "a shifted context", "the context is never shifted")
 
 
 @LLAMA.case("test_ctx_shift.py", 4, "answers end with the context; prompts beyond it are refused")

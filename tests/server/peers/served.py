@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from jinfer.server.model_registry import ModelRegistry
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_registry import ModelRegistry
 from tests.engine.adapters import write_adapter
 from tests.server.running import GOLDENS, SMOL, Running, serving
 from tests.server.test_embeddings import MINILM

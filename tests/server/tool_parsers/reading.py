@@ -7,9 +7,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jinfer.server.output_deltas import OutputDelta, OutputParser, ToolCallDelta
 from jinfer.server.tool_parsers.call_format import ToolCallFormat
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, ToolCallParser
+from jinfer.server.tool_parsers.output_deltas import (
+    DeltaCollector,
+    OutputDelta,
+    OutputParser,
+    ToolCallDelta,
+    ToolCallParser,
+)
 
 CITY = {
     "type": "object",

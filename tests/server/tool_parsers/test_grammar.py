@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from jinfer.sampling.structured import compile_constraint
-from jinfer.server.tool_parsers.call_format import MAX_CALLS
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
-from jinfer.server.tool_parsers.parser_registry import TOOL_CALL_FORMATS
-from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS
+from jinfer.server.tool_parsers.call_format import MAX_CALLS, LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parser_registry import REASONING_FORMATS, TOOL_CALL_FORMATS
 from jinfer.tokenizer import Tokenizer
 from tests.server.running import ROOT
 from tests.server.tool_parsers.reading import TOOLS, parser, read
@@ -41,7 +39,7 @@ BEGUN = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from jinfer.opening.open_model import open_model
+    from jinfer.loader.open_model import open_model
 
     opened = open_model(ROOT / "specs" / "smollm2_135m_instruct.toml", {})
     assert opened.tokenizer is not None

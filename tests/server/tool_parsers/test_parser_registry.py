@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
-from jinfer.server.tool_parsers.deepseek import DEEPSEEK
-from jinfer.server.tool_parsers.dsml import DSML
 from jinfer.server.tool_parsers.harmony import HARMONY
-from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.json_list import COMMAND, GRANITE, PHI
-from jinfer.server.tool_parsers.llama import LLAMA
-from jinfer.server.tool_parsers.mistral import MISTRAL
-from jinfer.server.tool_parsers.parser_registry import TOOL_CALL_FORMATS
-from jinfer.server.tool_parsers.qwen_coder import QWEN_CODER
-from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS
+from jinfer.server.tool_parsers.json_formats import (
+    COMMAND,
+    DEEPSEEK,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PHI,
+)
+from jinfer.server.tool_parsers.parser_registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from jinfer.server.tool_parsers.tag_formats import DSML, QWEN_CODER
 from tests.server.tool_parsers.reading import mixed, parser, pieces, read
 
 PARIS = '{"city": "Paris"}'

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.server.tool_parsers.hermes import HERMES
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, ToolCallParser
-from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS, ReasoningState
+from jinfer.server.tool_parsers.json_formats import HERMES
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector, ToolCallParser
+from jinfer.server.tool_parsers.parser_registry import REASONING_FORMATS, ReasoningState
 from tests.server.tool_parsers.reading import TOOLS, pieces, read
 
 THINK = REASONING_FORMATS[0]

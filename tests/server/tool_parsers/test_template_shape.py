@@ -5,22 +5,23 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.open_model import open_model
-from jinfer.server.output_deltas import WholeCallsParser
 from jinfer.server.serve_flags import model_sources_of, parse_options
+from jinfer.server.tool_parsers.output_deltas import WholeCallsParser
 from jinfer.server.tool_parsers.parser_registry import (
     TOOL_CALL_FORMATS,
     reasoning_format,
     special_token_ids,
     tool_call_format,
 )
-from jinfer.server.tool_parsers.prompted_tools import tools_as_text, tools_in_system
 from jinfer.server.tool_parsers.template_shape import (
     CallShape,
     accepts_system,
     convert_messages,
     detect_shape,
+    tools_as_text,
+    tools_in_system,
 )
 from jinfer.template import ChatTemplate
 from jinfer.tokenizer import Tokenizer

@@ -1,6 +1,0 @@
-"""Reading checkpoints of any format: `open_checkpoint(path)` gives named, lazily read tensors."""
-
-from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
-from jinfer.checkpoint.open import open_checkpoint
-
-__all__ = ["Checkpoint", "CheckpointError", "Tensor", "open_checkpoint"]

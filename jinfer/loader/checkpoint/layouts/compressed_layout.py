@@ -1,0 +1,160 @@
+"""compressed-tensors checkpoints (LLM Compressor): packed integers, INT8, FP8, NVFP4, MXFP4.
+
+What a module is stored as follows from its tensors, of several formats in a checkpoint too:
+
+    weight_packed I32 [o, ceil(k b / 32)], weight_scale [o, groups], weight_shape I64 [2];
+    perhaps weight_zero_point I32 [ceil(o b / 32), groups], weight_g_idx I32 [k]
+        pack-quantized: codes along inputs, zero points along outputs, all with 2^(b - 1) added
+    weight I8 [o, k], weight_scale                             int-quantized
+    weight F8_E4M3 [o, k], weight_scale                        float-quantized
+    weight_packed U8, weight_scale F8_E4M3, weight_global_scale   nvfp4-pack-quantized
+    weight_packed U8, weight_scale U8                             mxfp4-pack-quantized
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, group_count, unpack_stream
+from jinfer.loader.checkpoint.layouts.microscaling_layout import join_mxfp4, join_nvfp4
+from jinfer.loader.checkpoint.layouts.module_tensors import (
+    FLOATS,
+    INDICES,
+    WORDS,
+    ModuleTensors,
+    QuantSettings,
+    TensorTable,
+    as_float32,
+)
+from jinfer.loader.checkpoint.layouts.scaled_layout import (
+    FP8,
+    UNUSED_SCALES,
+    Block,
+    block_size,
+    join_fp8,
+    join_int8,
+)
+
+_FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized")
+_FORMATS += ("naive-quantized",)
+_FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense", "")
+_BITS = range(2, 9)
+
+
+def read_compressed(table: TensorTable, settings: QuantSettings) -> None:
+    """Joins the tensors of each quantized module to its weight.
+
+    Raises:
+        CheckpointError: settings or tensors that cannot be read.
+    """
+    weights = _weight_settings(settings)
+    table.drop(UNUSED_SCALES)
+    for module in table.modules("weight_packed"):
+        stored = module.need("weight_packed", (*WORDS, "U8"))
+        if stored.type in WORDS:
+            _join_packed(module, weights)
+        elif module.has("weight_global_scale"):
+            join_nvfp4(module, "weight_packed", "weight_global_scale", divide=True)
+        else:
+            join_mxfp4(module, "weight_packed")
+    for module in table.modules("weight", ("I8",)):
+        join_int8(module, "weight_scale")
+    block = next((found for each in weights if (found := _block(each)) is not None), None)
+    for module in table.modules("weight", FP8):
+        if module.has("weight_zero_point"):
+            _check_zero(module)
+        join_fp8(module, "weight", "weight_scale", block)
+
+
+def _weight_settings(settings: QuantSettings) -> list[QuantSettings]:
+    """What each group of modules says of its weights."""
+    tables = [settings]
+    for key in ("transform_config", "sparsity_config"):
+        inner = settings.inner(key)
+        if inner is not None and inner.table and inner.text("format", "x") != "dense":
+            raise settings.refused(f"{key}")
+    groups = settings.inner("config_groups")
+    names = list(groups.table) if groups is not None else []
+    tables += [each for name in names if groups is not None and (each := groups.inner(name))]
+    for each in tables:
+        if (format := each.text("format")) not in _FORMATS:
+            raise each.refused(f"format {format[:40]!r}")
+    return [found for each in tables if (found := each.inner("weights")) is not None]
+
+
+def _block(weights: QuantSettings) -> Block | None:
+    return block_size(weights, "block_structure")
+
+
+def _check_zero(module: ModuleTensors) -> None:
+    """Removes zero points, which floats have all 0."""
+    zeros = module.need("weight_zero_point", ("I8", *WORDS, *INDICES, *FP8, *FLOATS))
+    if zeros.read().astype(np.float32).any():
+        reason = "is not 0: zero points of weights in FP8 are not read"
+        raise module.fail("weight_zero_point", reason)
+    module.table.take(zeros.name)
+
+
+def _join_packed(module: ModuleTensors, weights: list[QuantSettings]) -> None:
+    packed = module.need("weight_packed", WORDS, (None, None))
+    sizes = module.need("weight_shape", INDICES, (2,))
+    outputs, inputs = (int(size) for size in sizes.read())
+    rows, words = packed.shape
+    bits = {each.number("num_bits", among=_BITS) for each in weights}
+    bits = {b for b in bits if words == -(-inputs * b // 32)}
+    if rows != outputs or len(bits) != 1 or inputs < 1:
+        reason = f"is {list(packed.shape)}, which does not fit weight_shape {[outputs, inputs]}"
+        raise module.fail("weight_packed", f"{reason} and the bits that config.json says")
+    (b,) = bits
+    scales = module.need("weight_scale", FLOATS, (outputs, None))
+    groups = scales.shape[1]
+    group = _group_size(module, inputs, groups, [each.table for each in weights])
+    zeros = module.find("weight_zero_point", WORDS, (-(-outputs * b // 32), groups))
+    indices = module.find("weight_g_idx", INDICES, (inputs,))
+    order = None
+    if indices is not None:
+        found = np.asarray(indices.read()).astype(np.int64)
+        if not np.array_equal(found, np.arange(inputs) // group) and not (found == -1).all():
+            if not 0 <= int(found.min()) <= int(found.max()) < groups:
+                reason = f"names a group that is not one of the {groups}"
+                raise module.fail("weight_g_idx", reason)
+            order = found
+
+    def codes() -> np.ndarray:
+        return unpack_stream(packed.read(), b)[:, :inputs]
+
+    def zero_points() -> np.ndarray:
+        assert zeros is not None
+        stored = unpack_stream(np.asarray(zeros.read()).T, b)[:, :outputs]
+        return np.ascontiguousarray(stored.T).astype(np.float32)
+
+    codes_of = GroupedCodes(
+        (outputs, inputs),
+        b,
+        group,
+        codes,
+        lambda: as_float32(scales),
+        zero=1 << b - 1 if zeros is None else None,
+        zeros=None if zeros is None else zero_points,
+        order=None if order is None else lambda: order,
+    )
+    parts = (packed, scales, zeros, indices)
+    module.join(f"INT{b} packed", parts, codes_of, beside=("weight_shape",))
+
+
+def _group_size(
+    module: ModuleTensors, inputs: int, groups: int, weights: list[Mapping[str, Any]]
+) -> int:
+    """The size of a group, as many as which there are scales."""
+    if groups == 1:
+        return inputs
+    for each in weights:
+        size = each.get("group_size")
+        if type(size) is int and size > 0 and group_count(inputs, size) == groups:
+            return size
+    if not groups or inputs % groups:
+        raise module.fail("weight_scale", f"has {groups} groups for {inputs} inputs")
+    return inputs // groups

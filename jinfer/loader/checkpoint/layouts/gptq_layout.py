@@ -1,0 +1,201 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): codes packed along inputs, zero points along outputs.
+
+Of a matrix of o outputs and k inputs, in groups of g inputs and with b bits a code:
+
+    X.qweight  I32 [k b / 32, o]   a stream of bits along inputs, the lowest first
+    X.qzeros   I32 [groups, o b / 32]   a stream along outputs
+    X.scales   [groups, o]
+    X.g_idx    I32 [k]   the group of each input; where it is missing, input // g
+
+In the first version of the format the zero points are stored less 1 and wrap around; in the second
+(`gptq_v2`) as they are. With `sym` they are half of the levels, whatever is stored: writers differ.
+Where nothing is said of `sym`, the zero points count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import numpy as np
+
+from jinfer.loader.checkpoint.checkpoint_reader import Tensor
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, group_count, unpack_stream
+from jinfer.loader.checkpoint.layouts.module_tensors import (
+    FLOATS,
+    INDICES,
+    WORDS,
+    ModuleTensors,
+    QuantSettings,
+    TensorTable,
+    as_float32,
+)
+
+_BITS = (2, 3, 4, 8)
+_FORMATS = {"": 1, "gptq": 1, "gptq_v2": 0}  # what zero points lack in the file
+
+
+def read_gptq(table: TensorTable, settings: QuantSettings) -> None:
+    """Joins the tensors of each quantized module to its weight.
+
+    Raises:
+        CheckpointError: settings or tensors that cannot be read.
+    """
+    stored = settings.text("checkpoint_format") or settings.text("format")
+    if stored not in _FORMATS:
+        raise settings.refused(f"checkpoint_format {stored[:40]!r}")
+    read_gptq_modules(table, settings, _FORMATS[stored])
+
+
+def read_gptq_modules(table: TensorTable, settings: QuantSettings, lacking: int) -> None:
+    """As `read_gptq`.
+
+    Args:
+        lacking: what zero points lack in the file.
+    """
+    bits = settings.number("bits", among=_BITS)
+    group = settings.number("group_size", default=-1)
+    if group < 1 and group != -1:
+        raise settings.wrong("group_size", f"is {group}, but a size or -1 is wanted")
+    symmetric = settings.flag("sym", False)
+    has_rules = bool(settings.value("dynamic")) or bool(settings.value("extra_config"))
+    for module in table.modules("qweight"):
+        _join(module, bits, group, symmetric, lacking, has_rules)
+    _drop_zero_biases(table)
+
+
+def _join(
+    module: ModuleTensors, bits: int, group: int, symmetric: bool, lacking: int, has_rules: bool
+) -> None:
+    qweight = module.need("qweight", WORDS, (None, None))
+    packed, outputs = qweight.shape
+    scales = module.need("scales", FLOATS, (None, outputs))
+    groups = scales.shape[0]
+    qzeros = module.find("qzeros", WORDS, (groups, None))
+    if qzeros is None and not symmetric:
+        raise module.fail("qzeros", "is missing, and config.json does not say sym = true")
+    if has_rules and qzeros is not None and outputs:  # rules give some modules other bits
+        bits = next((b for b in _BITS if outputs * b == 32 * qzeros.shape[1]), bits)
+    inputs = packed * 32 // bits
+    if (qzeros is not None and 32 * qzeros.shape[1] != outputs * bits) or packed * 32 % bits:
+        reason = f"is {list(qweight.shape)}, which does not fit {bits} bits and the tensors beside"
+        raise module.fail("qweight", reason)
+    group = _group_size(module, inputs, groups, group)
+    order = _order(module, inputs, groups, group)
+
+    def codes() -> np.ndarray:
+        return unpack_stream(np.asarray(qweight.read()).T, bits)
+
+    def zeros() -> np.ndarray:
+        assert qzeros is not None
+        stored = unpack_stream(qzeros.read(), bits).T
+        return ((stored.astype(np.uint16) + lacking) % (1 << bits)).astype(np.float32)
+
+    def scale() -> np.ndarray:
+        return np.ascontiguousarray(as_float32(scales).T)
+
+    found = GroupedCodes(
+        (outputs, inputs),
+        bits,
+        group,
+        codes,
+        scale,
+        zero=1 << bits - 1 if symmetric else None,
+        zeros=None if symmetric else zeros,
+        order=None if order is None else lambda: order,
+    )
+    indices = module.find("g_idx", INDICES)
+    module.join(f"GPTQ {bits} bits", (qweight, scales, qzeros, indices), found)
+
+
+def _group_size(module: ModuleTensors, inputs: int, groups: int, group: int) -> int:
+    """The size of a group, as many as which there are scales."""
+    group = group if group > 0 else max(1, inputs)
+    if group_count(inputs, group) != groups:
+        if not groups or inputs % groups:
+            reason = f"has {groups} groups for {inputs} inputs, but group_size is {group}"
+            raise module.fail("scales", reason)
+        group = inputs // groups
+    return group
+
+
+def _order(module: ModuleTensors, inputs: int, groups: int, group: int) -> np.ndarray | None:
+    """The group of each input, where inputs were reordered (`desc_act`)."""
+    indices = module.find("g_idx", INDICES, (inputs,))
+    if indices is None:
+        return None
+    order = np.asarray(indices.read())
+    if np.array_equal(order, np.arange(inputs) // group):
+        return None
+    if inputs and not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise module.fail("g_idx", f"names a group that is not one of the {groups}")
+    return order.astype(np.int64)
+
+
+def _drop_zero_biases(table: TensorTable) -> None:
+    """Removes biases that AutoGPTQ adds to modules without any: zeros, in each layer.
+
+    Those of modules whose weights are quantized, where all layers' are 0.
+    """
+    alike = defaultdict[str, list[Tensor]](list)
+    for name, tensor in table.tensors.items():
+        weight = table.find(name.removesuffix("bias") + "weight")
+        if name.endswith(".bias") and weight is not None and weight.codes is not None:
+            alike[re.sub(r"\d+", "*", name)].append(tensor)
+    for biases in alike.values():
+        if all(bias.type in FLOATS and not bias.read().any() for bias in biases):
+            for bias in biases:
+                table.take(bias.name)
+
+
+# Output j of a word is in nibble _AWQ_NIBBLES[j].
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_awq(table: TensorTable, settings: QuantSettings) -> None:
+    """Joins the tensors of each quantized module to its weight.
+
+    Raises:
+        CheckpointError: settings or tensors that cannot be read.
+    """
+    version = settings.text("version", "gemm")
+    if version != "gemm":
+        raise settings.refused(f"version {version[:40]!r}")
+    key = "bits" if settings.value("w_bit") is None else "w_bit"
+    settings.number(key, among=(4,))
+    key = "group_size" if settings.value("q_group_size") is None else "q_group_size"
+    group = settings.number(key, default=128)
+    for module in table.modules("qweight"):
+        _join_awq(module, group)
+
+
+def _join_awq(module: ModuleTensors, group: int) -> None:
+    qweight = module.need("qweight", WORDS, (None, None))
+    inputs, words = qweight.shape
+    scales = module.need("scales", FLOATS, (None, 8 * words))
+    groups = scales.shape[0]
+    qzeros = module.need("qzeros", WORDS, (groups, words))
+    group = group if group > 0 else max(1, inputs)
+    if group_count(inputs, group) != groups:
+        reason = f"has {groups} groups for {inputs} inputs, but group_size is {group}"
+        raise module.fail("scales", reason)
+    found = GroupedCodes(
+        (8 * words, inputs),
+        4,
+        group,
+        lambda: _unpack_awq(qweight.read()),
+        lambda: np.ascontiguousarray(as_float32(scales).T),
+        zeros=lambda: _unpack_awq(qzeros.read()).astype(np.float32),
+    )
+    module.join("AWQ 4 bits", (qweight, scales, qzeros), found)
+
+
+def _unpack_awq(words: np.ndarray) -> np.ndarray:
+    """I32 [rows, words] -> uint8 [8 words, rows]."""
+    columns = np.ascontiguousarray(words.T)
+    fields = columns.astype("<i4", copy=False).view(np.uint8).reshape(*columns.shape, 4)
+    codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
+    for output, nibble in enumerate(_AWQ_NIBBLES):
+        np.right_shift(fields[..., nibble // 2], 4 * (nibble % 2), out=codes[:, output])
+    codes &= np.uint8(15)
+    return codes.reshape(-1, columns.shape[1])

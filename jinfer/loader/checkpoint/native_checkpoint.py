@@ -1,0 +1,225 @@
+"""Native checkpoints: a model's parameters as they lie in memory, in safetensors files.
+
+A tensor is a parameter, "decoder.3.attn_norm.weight", or an array of a quantized one,
+"decoder.3.attn.q.weight.words". Each begins at a multiple of 64 bytes, so that a view of the
+memory map can be used as it is; tensors called "....padding" fill the gaps. `__metadata__` has
+"format" = "jinfer", "version" and, as JSON,
+
+    "parameters"  name of each quantized parameter -> what `PackedFormat` has
+    "same"        name of a parameter -> that of another one, of which it is the same array
+    "settings"    the `[quantization]` that the parameters were made with
+    "source"      the format, metadata and tensors (name -> [type, shape]) of the checkpoint that
+                  was converted: from these its specification is resolved again
+
+The same arrays and metadata in Orbax's folders: `jinfer.loader.checkpoint.orbax`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, cast, get_args
+
+import numpy as np
+
+from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Format, Tensor
+
+FORMAT, VERSION = "jinfer", 1
+ALIGNMENT = 64
+PADDING = ".padding"
+AGAIN = "convert the source again with jinfer quantize"
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a quantized parameter was packed; see `jinfer.quant.QuantizedTensor`.
+
+    Attributes:
+        shape: of the values, [*stack, outputs, inputs].
+        columns: of a superblock.
+        format: the fields of its `QuantFormat`.
+        outliers: weights of each matrix that are kept beside the codes; None: there is no place
+            for such.
+        reordered: whether inputs are sorted, and their order is kept beside the codes.
+    """
+
+    shape: tuple[int, ...]
+    columns: int
+    format: Mapping[str, Any]
+    outliers: int | None = None
+    reordered: bool = False
+
+
+@dataclass(frozen=True)
+class NativeCheckpoint(Checkpoint):
+    """A native checkpoint, that looks like its source.
+
+    `format`, `metadata` and `tensors` are the source's, but no tensor can be read.
+
+    Attributes:
+        parts: the arrays that are there, by their names in the files.
+        packed: the quantized parameters.
+        same: parameters that are the same array as another -> the other.
+        settings: the `[quantization]` that they were made with.
+    """
+
+    parts: Mapping[str, Tensor]
+    packed: Mapping[str, PackedFormat]
+    same: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+
+def as_native(checkpoint: Checkpoint) -> Checkpoint:
+    """What the metadata of safetensors files say that they are.
+
+    Raises:
+        CheckpointError: they are a native checkpoint, but damaged, not whole, or too new.
+    """
+    said = checkpoint.metadata
+    if isinstance(checkpoint, NativeCheckpoint):  # its metadata are the source's
+        return checkpoint
+    if checkpoint.format != "safetensors" or said.get("format") != FORMAT:
+        return checkpoint
+    path = checkpoint.path
+    check_version(path, said)
+    if "source" not in said:
+        raise CheckpointError(path, "is one file of a converted checkpoint; give the folder")
+    parts = {n: part for n, part in checkpoint.tensors.items() if not n.endswith(PADDING)}
+    return parse_native(path, said, parts)
+
+
+def check_version(path: Path, said: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if a native checkpoint is of another version than this one."""
+    version = said.get("version", "")
+    if version != str(VERSION):
+        newer = version.isdecimal() and int(version) > VERSION
+        what = "update jinfer, or " if newer else ""
+        reason = f"is a converted checkpoint of version {version[:20]!r}, and {VERSION} is known"
+        raise CheckpointError(path, f"{reason}; {what}{AGAIN}")
+
+
+def parse_native(
+    path: Path, said: Mapping[str, Any], parts: Mapping[str, Tensor]
+) -> NativeCheckpoint:
+    """A native checkpoint from its `__metadata__`.
+
+    Args:
+        path: the file that says it.
+        parts: the arrays that are there.
+
+    Raises:
+        CheckpointError: the metadata are damaged.
+    """
+    source = _table(path, said, "source")
+    format = source.get("format")
+    metadata, tensors = source.get("metadata"), source.get("tensors")
+    if format not in get_args(Format) or not isinstance(metadata, dict):
+        raise _damaged(path, "source", "names no format that is known, or has no metadata")
+    if not isinstance(tensors, dict):
+        raise _damaged(path, "source", "has no tensors")
+    same = _table(path, said, "same")
+    if not all(isinstance(other, str) for other in same.values()):
+        raise _damaged(path, "same", "is not a table of names")
+    return NativeCheckpoint(
+        path,
+        cast("Format", format),
+        {name: _unreadable(path, name, written) for name, written in tensors.items()},
+        metadata,
+        parts,
+        {n: _packed(path, n, w) for n, w in _table(path, said, "parameters").items()},
+        same,
+        _table(path, said, "settings"),
+    )
+
+
+def _table(path: Path, said: Mapping[str, Any], key: str) -> dict[str, Any]:
+    try:
+        # Not the strict reader: metadata of GGUF may have numbers that are none.
+        table = json.loads(said.get(key, ""))
+    except (ValueError, RecursionError):
+        raise _damaged(path, key, "is not JSON") from None
+    if not isinstance(table, dict):
+        raise _damaged(path, key, "is not a table")
+    return table
+
+
+def _packed(path: Path, name: str, written: Any) -> PackedFormat:
+    table = written if isinstance(written, dict) else {}
+    shape: Any = table.get("shape")
+    columns: Any = table.get("columns")
+    format = table.get("format")
+    outliers, reordered = table.get("outliers"), table.get("reordered", False)
+    if not (
+        are_sizes(shape)
+        and are_sizes([columns])
+        and isinstance(format, dict)
+        and (outliers is None or are_sizes([outliers], least=0))
+        and isinstance(reordered, bool)
+    ):
+        raise _damaged(path, "parameters", f"{name[:200]!r} needs a shape, columns and a format")
+    return PackedFormat(tuple(shape), columns, format, outliers, reordered)
+
+
+def _unreadable(path: Path, name: str, written: Any) -> Tensor:
+    """A tensor of the source, of which type and shape are known."""
+    type_name: Any
+    shape: Any
+    type_name, shape = written if isinstance(written, list) and len(written) == 2 else ("", None)
+    if not isinstance(type_name, str) or not are_sizes(shape, least=0):
+        raise _damaged(path, "source", f"tensor {name[:200]!r} is not a type and a shape")
+    refuse = partial(_refuse, path, name)
+    return Tensor(name, tuple(shape), type_name, 0, refuse, refuse)
+
+
+def _refuse(path: Path, name: str) -> NoReturn:
+    raise CheckpointError(path, f"has {name} converted only; use the checkpoint it was made from")
+
+
+def are_sizes(values: Any, least: int = 1) -> bool:
+    """Whether JSON gives a list of whole numbers that can be a shape."""
+    return (
+        isinstance(values, list)
+        and all(type(size) is int and size >= least for size in values)
+        and prod(values) < 1 << 62
+    )
+
+
+def _damaged(path: Path, key: str, reason: str) -> CheckpointError:
+    return CheckpointError(path, f"__metadata__.{key} {reason}: it is damaged, {AGAIN}")
+
+
+def native_metadata(
+    checkpoint: Checkpoint,
+    packed: Mapping[str, PackedFormat],
+    same: Mapping[str, str],
+    settings: Mapping[str, Any],
+) -> dict[str, str]:
+    """The `__metadata__` of a checkpoint that is converted."""
+    tensors = {name: [tensor.type, tensor.shape] for name, tensor in checkpoint.tensors.items()}
+    # safetensors files say nothing that a specification asks for.
+    metadata = checkpoint.metadata if checkpoint.format in ("gguf", "llama2c") else {}
+    source = {"format": checkpoint.format, "metadata": metadata, "tensors": tensors}
+    parameters = {name: asdict(each) for name, each in packed.items()}
+    return {
+        **marks(),
+        "parameters": json.dumps(parameters, default=_plain),
+        "same": json.dumps(same),
+        "settings": json.dumps(settings),
+        "source": json.dumps(source, default=_plain),
+    }
+
+
+def marks() -> dict[str, str]:
+    """What every file of a native checkpoint says."""
+    return {"format": FORMAT, "version": str(VERSION)}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy as JSON has them."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"metadata holds a {type(value).__name__}")

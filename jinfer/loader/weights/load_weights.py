@@ -1,0 +1,114 @@
+"""Loading: from the plan of a model's weights to parameters on its devices."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jinfer.loader.checkpoint import Tensor
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
+from jinfer.loader.checkpoint.layouts.scaled_layout import FP8
+from jinfer.loader.weights.grouped_blocks import described
+from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.qk_equalization import equalized
+from jinfer.loader.weights.quantized_cache import cached
+from jinfer.loader.weights.read_parameter import Wanted, nonfinite_tensor
+from jinfer.loader.weights.read_weights import Put, on_device, read
+from jinfer.loader.weights.tensor_mapping import Origin
+from jinfer.progress import line
+from jinfer.quant.scaled_tensor import ScaledTensor
+
+
+def load(
+    plan: WeightPlan,
+    put: Put = on_device,
+    wanted: Wanted | None = None,
+    *,
+    progress: bool = False,
+) -> tuple[Any, ...]:
+    """Loads the parameters of a model, in the order of its names.
+
+    Args:
+        put: places a parameter on its devices.
+        wanted: the parameters that are loaded, as of `read`; None: all.
+        progress: show a bar even where standard error is no terminal.
+
+    Returns:
+        What `put` gave for each parameter: on one device an array, or a `QuantizedTensor` of them.
+
+    Raises:
+        LoadError: a tensor does not fit.
+        CheckpointError: the checkpoint is damaged.
+    """
+    report_rounding(plan)
+    plan = cached(plan, progress=progress)
+    plan = equalized(plan, wanted, progress=progress)
+    nonfinite = set[str]()
+    parameters = read(plan, put, wanted, nonfinite=nonfinite, progress=progress)
+    report_nonfinite(plan, nonfinite)
+    return parameters
+
+
+def _largest(file: Tensor) -> float:
+    """The largest magnitude in a tensor of floats of 8 bits, which is not NaN."""
+    found = np.unique(file.raw()).view(DTYPES[file.type]).astype(np.float32)
+    return float(np.nanmax(np.abs(found), initial=0.0))
+
+
+def report_rounding(plan: WeightPlan) -> None:
+    """Says on standard error which weights of a quantized checkpoint are rounded, or decoded.
+
+    Also which are cast from FP8 without scales: that may be meant, or scales may be lost.
+    """
+    losses = defaultdict[tuple[str, str], list[float]](list)
+    for name, storage in plan.storages.items():
+        origin = plan.origins[name]
+        if storage.lost and isinstance(origin, Origin):
+            losses[origin.files[0].type, described(storage.format)].append(storage.lost)
+    decoded = Counter[str]()
+    for name, parameter in zip(plan.plain.names, plan.plain.parameters, strict=True):
+        origin = plan.origins[name]
+        stored = origin.files[0] if isinstance(origin, Origin) else None
+        kept = name in plan.storages or isinstance(parameter, ScaledTensor)
+        if stored and stored.sources and stored.type not in DTYPES and not kept:
+            decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
+    origins = [each for each in plan.origins.values() if isinstance(each, Origin)]
+    bare = {file.name: file for each in origins for file in each.files if file.type in FP8}
+    if bare:
+        first = next(iter(bare.values()))
+        line(
+            f"jinfer: {plan.checkpoint.path}: {len(bare)} tensors in {first.type} have no scales, "
+            f"and are taken as they are: {first.name} first, up to {_largest(first):g}; if they "
+            "need scales, answers are wrong: see whether a file is missing"
+        )
+    for what, count in decoded.items():
+        line(f'jinfer: {count} matrices in {what} (quantization.weights = "q8" takes less memory)')
+    for (kind, format), lost in losses.items():
+        line(
+            f"jinfer: {len(lost)} matrices in {kind} keep their codes, as {format}; the numbers "
+            f"of their blocks are rounded, which moves weights by up to {max(lost):.1%} of a step "
+            '(by nothing with dtype = "float32")'
+        )
+
+
+def report_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
+    """Says on standard error which tensors have numbers that are not finite.
+
+    It is no error: a row of a table may be of a token that never comes, and an attention sink or
+    the bias of an expert may be -inf. Where such numbers reach logits, requests fail.
+
+    Args:
+        found: names of parameters.
+    """
+    if found:
+        name = next(each for each in plan.plain.names if each in found)
+        origin = plan.origins[name]
+        what = f"{name} has numbers that are NaN or infinite"
+        if isinstance(origin, Origin):
+            what = nonfinite_tensor(origin)
+        more = f", and so have {len(found) - 1} other parameters" if len(found) > 1 else ""
+        advice = "get the file again, unless they are meant; requests that they reach fail"
+        line(f"jinfer: {plan.checkpoint.path}: {what}{more}: {advice}")

@@ -1,0 +1,251 @@
+"""The plan of a model's weights: where each parameter comes from, and how it is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+
+from jinfer.loader.checkpoint import Checkpoint
+from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.weights.native_parameters import NativeOrigin, Source, native_origins
+from jinfer.loader.weights.power_scaling import PowerScale
+from jinfer.loader.weights.storage_plan import PER_PRODUCT, PER_WEIGHT, Storage, plan_storages
+from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
+from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.layer_spec import shared_keys
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.kv_cache import STATE
+from jinfer.ops.cpu_library import cores
+from jinfer.quant.quantized_tensor import Activations
+
+# Of calibration texts.
+TOKENS = 1 << 13  # that the model reads
+LENGTH = 256  # of a generated text
+AT_ONCE = 32  # texts that are generated together
+
+MOST_SECONDS = 300.0  # that nobody has asked for
+_MOST_LEVELS = 64  # above, a search loses next to nothing
+_FEWEST = 1 << 20  # weights for which GPTQ is worth compiling its programs
+_CORES = 16  # that help
+
+
+def with_gptq(
+    model: AbstractModel,
+    spec: ModelSpec,
+    origins: Mapping[str, Origin],
+    storages: Mapping[str, Storage],
+) -> dict[str, Storage]:
+    """The storages with GPTQ wherever the specification wants it.
+
+    What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
+    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
+    one process's.
+    """
+    method = spec.quantization.method
+    if method not in ("auto", "gptq"):
+        return dict(storages)
+    same = same_arrays(model, origins, storages)
+    uses = Counter(same.values())
+    roles = dict(zip(model.names, model.roles, strict=True))
+    stacks = tuple(f"{stack.name}.{i}." for stack in spec.stacks for i in range(len(stack.layers)))
+
+    def gets_gptq(name: str, storage: Storage) -> bool:
+        if storage.as_in_file or roles[name] == "table" or uses[same[name]] > 1:
+            return False
+        if method == "auto" and storage.format.levels > _MOST_LEVELS:
+            return False
+        return roles[name] == "head" or name.startswith(stacks)
+
+    fed = {
+        name: replace(storage, method="gptq") if gets_gptq(name, storage) else storage
+        for name, storage in storages.items()
+    }
+    if method == "auto":
+        shapes = parameter_shapes(model)
+        count = sum(prod(shapes[name]) for name in gptq_names(fed))
+        few = count < _FEWEST or not spec.generates
+        apart = len(spec.stacks) != 1 or jax.process_count() > 1 or _is_entangled(model)
+        if few or apart:
+            return dict(storages)
+    return fed
+
+
+def _is_entangled(model: AbstractModel) -> bool:
+    """Whether its layers cannot be computed one by one, from hidden states alone."""
+    states = any(shape.group == STATE for shape in model.caches.values())
+    stacks = model.modules.spec.stacks
+    return states or any(stack.carried or shared_keys(stack.layers) for stack in stacks)
+
+
+def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
+    """The storages without GPTQ."""
+    return {
+        name: replace(each, method="mse") if each.method == "gptq" else each
+        for name, each in storages.items()
+    }
+
+
+def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
+    """The parameters that are quantized with GPTQ."""
+    return [name for name, each in storages.items() if each.method == "gptq"]
+
+
+def obstacle(
+    model: AbstractModel, spec: ModelSpec, storages: Mapping[str, Storage], tokens: int, free: int
+) -> str | None:
+    """Return the reason not to compute GPTQ; None if there is none.
+
+    Args:
+        tokens: that the model is to read.
+        free: bytes of memory.
+    """
+    if len(spec.stacks) != 1:
+        return "an encoder-decoder reads two texts at a time"
+    if not model.vocab:
+        return "the model reads no tokens"
+    if _is_entangled(model):
+        return "it computes layers one by one, which a state or values of other layers forbid"
+    names = gptq_names(storages)
+    needed = _memory(model, names, tokens)
+    if needed > free:
+        has = f"{free / 2**30:.1f} are free"
+        return f"GPTQ needs {needed / 2**30:.1f} GiB of memory, {has}"
+    seconds = _seconds(model, names, tokens)
+    if spec.quantization.method == "auto" and seconds > MOST_SECONDS:
+        which = 'quantization.method = "gptq" requests it, "mse" avoids it'
+        return f"GPTQ would take some {seconds / 60:.0f} minutes, once ({which})"
+    return None
+
+
+def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
+    """About how long it takes here."""
+    shapes = parameter_shapes(model)
+    fed = sum(prod(shapes[name]) for name in names)
+    return fed * (PER_WEIGHT["gptq"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
+
+
+def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
+    """Bytes, about: while the model writes, and while its layers are quantized.
+
+    The latter are the largest layer three times, its inputs' products, a factor of the largest of
+    them for each of four threads, and the vectors between two layers.
+    """
+    shapes = parameter_shapes(model)
+    weights = sum(map(prod, shapes.values()))
+    cache = sum(shape.elements() for shape in model.caches.values())
+    layers, widest = Counter[str](), 0
+    for name in names:
+        *stack, outputs, inputs = shapes[name]
+        layer = ".".join(name.split(".")[:2])
+        layers[layer] += 4 * prod(stack) * (3 * outputs * inputs + inputs * inputs)
+        widest = max(widest, inputs)
+    largest = max(layers.values(), default=0)
+    return max(
+        weights * 17 // 16 + 2 * cache * AT_ONCE * LENGTH,
+        largest + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * widest,
+    )
+
+
+def same_arrays(
+    model: AbstractModel,
+    origins: Mapping[str, Source],
+    storages: Mapping[str, Storage],
+) -> dict[str, str]:
+    """Name of each parameter -> that of the first one which is the same array."""
+    shapes = parameter_shapes(model)
+    dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
+    sources = {
+        name: (origin.source(shapes), dtypes[name], name in model.normalized, storages.get(name))
+        for name, origin in origins.items()
+    }
+    firsts = {source: name for name, source in reversed(sources.items())}
+    return {name: firsts[source] for name, source in sources.items()}
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """All that `load` needs to know of a model's weights; nothing of them has been read yet.
+
+    Attributes:
+        plain: the model with its parameters as they are if none is quantized.
+        spec, checkpoint: what the model is built by, and what it is loaded from.
+        origins: name of each parameter -> where it comes from.
+        storages: name of each parameter to be quantized -> its format and method; of a native
+            checkpoint none, as its parameters are stored as they are to be.
+        activations: of products with quantized weights on a CPU.
+        kv_cache: the type of the KV cache, where queries and keys may be equalized for it.
+        free_memory: gives the bytes that are free for GPTQ; None: there is no bound.
+        scales: name of each parameter to be scaled when it is loaded -> by what.
+    """
+
+    plain: AbstractModel
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    origins: Mapping[str, Source]
+    storages: Mapping[str, Storage] = field(default_factory=dict)
+    activations: Activations = "float"
+    kv_cache: Kind | None = None
+    free_memory: Callable[[], int] | None = None
+    scales: Mapping[str, PowerScale] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> AbstractModel:
+        """The model with its parameters as they will be loaded."""
+
+        def loaded(name: str, parameter: Any) -> Any:
+            origin, storage = self.origins[name], self.storages.get(name)
+            if isinstance(origin, NativeOrigin):
+                return origin.loaded
+            return parameter if storage is None else storage.abstract(parameter.shape)
+
+        parameters = map(loaded, self.plain.names, self.plain.parameters)
+        return replace(self.plain, parameters=tuple(parameters))
+
+    @cached_property
+    def same(self) -> dict[str, str]:
+        """Name of each parameter -> that of the first one which is the same array."""
+        return same_arrays(self.plain, self.origins, self.storages)
+
+
+def plan_weights(
+    model: AbstractModel,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    activations: Activations,
+    *,
+    kv_cache: Kind | None = None,
+    free_memory: Callable[[], int] | None = None,
+) -> WeightPlan:
+    """Plans a model's weights.
+
+    Args:
+        model: as `build` gives it, all its parameters plain.
+        spec, checkpoint, activations, kv_cache, free_memory: as in `WeightPlan`.
+
+    Raises:
+        LoadError: checkpoint and specification do not fit each other.
+        SpecError: a parameter that cannot be quantized as the specification says.
+        CheckpointError: the checkpoint is damaged.
+    """
+    plan = WeightPlan(
+        model, spec, checkpoint, {}, {}, activations, kv_cache=kv_cache, free_memory=free_memory
+    )
+    if isinstance(checkpoint, NativeCheckpoint):
+        return native_plan(plan, checkpoint)
+    origins = find_origins(model, checkpoint, spec.tensors)
+    plain, storages = plan_storages(model, spec, origins, activations)
+    storages = with_gptq(plain, spec, origins, storages)
+    return replace(plan, plain=plain, origins=origins, storages=storages)
+
+
+def native_plan(plan: WeightPlan, checkpoint: NativeCheckpoint) -> WeightPlan:
+    """The same weights, read from a native checkpoint. Raises as `plan_weights`."""
+    plain, origins = native_origins(plan.plain, plan.spec, checkpoint, plan.activations)
+    return replace(plan, plain=plain, checkpoint=checkpoint, origins=origins, storages={})

@@ -1,0 +1,427 @@
+"""Tensor mapping: the tensors of a checkpoint that a parameter is read from, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jinfer.guard.sanitize import sanitized
+from jinfer.loader.checkpoint import Checkpoint, Tensor
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
+from jinfer.loader.checkpoint.ggml_types import BLOCKS, PLAIN, decode
+from jinfer.loader.checkpoint.mapped_file import release
+from jinfer.modelspec.tensor_names import TensorMap, TensorSource
+
+if TYPE_CHECKING:
+    from jinfer.nn.abstract_model import AbstractModel
+
+
+# Of Mixtral's experts, which MLX names as others'.
+_MLX_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+type Shapes = Mapping[str, tuple[int, ...]]
+
+
+class LoadError(ValueError):
+    """Checkpoint and specification do not fit each other: names the file and the tensor."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(sanitized(text))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tensors that one parameter is read from.
+
+    Attributes:
+        parameter: its name.
+        files: one tensor, or one for each index of the parameter's first axis.
+        stacked: whether it is the latter.
+        place: how the parameter stands in each of them.
+        path: the checkpoint, for errors.
+    """
+
+    parameter: str
+    files: tuple[Tensor, ...]
+    stacked: bool
+    place: TensorSource
+    path: object
+
+    @property
+    def nbytes(self) -> int:
+        """This parameter's share of what the tensors take in the file."""
+        return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
+
+    def release(self) -> None:
+        """Lets the operating system take back the memory of the tensors' pages."""
+        for file in self.files:
+            for part in file.sources or (file,):
+                release(part.raw())
+
+    def source(self, shapes: Shapes) -> tuple[Any, ...]:
+        """What `read` depends on: parameters of which this is equal have equal values."""
+        parts = self.place.parts
+        return (
+            tuple(file.name for file in self.files),
+            self.stacked,
+            shapes[self.parameter],
+            (self.place.groups, self.place.axis, self.place.transpose, self.place.pieces),
+            tuple(shapes.get(part) for part in parts),
+            parts.index(self.parameter) if parts else None,
+        )
+
+    def read(self, shapes: Shapes, dtype: Any) -> np.ndarray:
+        """The parameter's values; what has to be put together is in `dtype` already.
+
+        Args:
+            shapes: of every parameter.
+
+        Raises:
+            LoadError: a tensor has another shape than the specification says.
+            CheckpointError: the file is broken.
+        """
+        if not self.stacked:
+            return self._read_one(self.files[0], shapes)
+        values = np.empty(shapes[self.parameter], dtype)
+        for e, file in enumerate(self.files):
+            values[e] = self._read_one(file, shapes)
+        return values
+
+    def is_rows(self, shapes: Shapes) -> bool:
+        """Whether each row of the parameter is a row of the tensors, as it stands there."""
+        dimensions = len(self.files[0].shape)
+        return (
+            not self._is_turned(self.files[0])
+            and self.place.pieces == 1
+            and dimensions + self.stacked == len(shapes[self.parameter])
+            and (not self.place.parts or self.place.axis == dimensions - 2)
+        )
+
+    def rows(self, shapes: Shapes) -> np.ndarray | None:
+        """The rows of each tensor that are the parameter's, in order; None: all."""
+        if not self.place.parts:
+            return None
+        file = self.files[0]
+        numbers = np.arange(file.shape[-2]).reshape(*(1,) * (len(file.shape) - 2), -1, 1)
+        return self.part(file, numbers, shapes).reshape(-1)
+
+    def check(self, shapes: Shapes) -> None:
+        """Raises `LoadError` if a tensor cannot be read, or has another shape than is said."""
+        for file in self.files:
+            if file.unreadable:
+                raise LoadError(
+                    f"{self.path}: {file.name}, which {self.parameter} is to be loaded from: "
+                    f"{file.unreadable}; use weights of another type"
+                )
+            self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
+
+    def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
+        return self._arranged(file, file.read(), shapes)
+
+    def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+        """A tensor's values as the parameter has them."""
+        pieces = self.place.pieces
+        if pieces > 1 and values.ndim and values.shape[0] % pieces == 0:
+            values = values.reshape(pieces, -1, *values.shape[1:])
+        # An entry for a module is for its bias as well, which has no inputs to change places with.
+        if self._is_turned(file) and values.ndim > 1 and not self.parameter.endswith(".bias"):
+            values = values.swapaxes(-1, -2)
+        if self.place.parts:
+            values = self.part(file, values, shapes)
+        wanted = shapes[self.parameter][self.stacked :]
+        is_vector = len(wanted) == 1 and values.size == wanted[0]  # some have it in rows of groups
+        if is_vector or _without_ones(values.shape) == _without_ones(wanted):
+            values = values.reshape(wanted)
+        if values.shape != wanted:
+            raise LoadError(
+                f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
+                f"but the specification says {list(wanted)}; "
+                f"correct [dims], or how [{self.place.table}] maps it"
+            )
+        return values
+
+    def _is_turned(self, file: Tensor) -> bool:
+        """Whether a tensor has inputs first; codes of quantized checkpoints never have."""
+        return self.place.transpose and file.codes is None
+
+    def part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+        """The parameter's part of a fused tensor."""
+        parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
+        # Each layer's part is as large; the model may have fewer layers than the file.
+        same = shapes[self.parameter]
+        alike = [part for part in parts if self.place.layers or part.endswith("._")]
+        of_all = [shapes.get(part, same if part in alike else ())[self.stacked :] for part in parts]
+        sizes = [shape[axis] for shape in of_all if len(shape) > axis]
+        if values.shape[:1] == (len(parts),) and all(len(shape) == 1 for shape in of_all):
+            values = values.reshape(-1)  # vectors, a row each
+        if (
+            len(sizes) < len(parts)
+            or values.shape[axis : axis + 1] != (sum(sizes),)
+            or any(size % groups for size in sizes)
+        ):
+            along = f" along axis {axis}" if axis else ""
+            raise LoadError(
+                f"{self.path}: {file.name} is {list(values.shape)}, which does not split into "
+                f"{' + '.join(map(str, sizes))} for {', '.join(parts)} in {groups} group(s){along}"
+            )
+        index = parts.index(self.parameter)
+        begin, size = sum(sizes[:index]) // groups, sizes[index]
+        before, after = values.shape[:axis], values.shape[axis + 1 :]
+        grouped = values.reshape(*before, groups, -1, *after)
+        every = (slice(None),) * (axis + 1)
+        return grouped[(*every, slice(begin, begin + size // groups))].reshape(
+            *before, size, *after
+        )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without axes of length 1, which some files have and others leave out."""
+    return tuple(size for size in shape if size != 1)
+
+
+def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:
+    """Each parameter's name -> its shape."""
+    return dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+
+
+def find_origins(
+    model: AbstractModel, checkpoint: Checkpoint, tensors: TensorMap
+) -> dict[str, Origin]:
+    """Where each parameter of a model comes from.
+
+    Args:
+        tensors: the checkpoint's names for the parameters.
+
+    Raises:
+        LoadError: a parameter has no tensor, a tensor has no parameter, a shape differs, or a copy.
+    """
+    files = by_name(checkpoint, tensors)
+    shapes = parameter_shapes(model)
+    origins = {
+        name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
+    }
+    # A tensor that the model does not use is a part of the model that the spec does not have.
+    if left := unused(model.names, tensors, files, origins.values()):
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise LoadError(
+            f"{checkpoint.path}: the specification has no place for {shown}; "
+            f"map them in [{tensors.table}], or list them under {tensors.table}.ignore"
+            f"{_by_when(tensors, left)}"
+        )
+    for origin in origins.values():  # before any of them is read
+        origin.check(shapes)
+    for _, reason in differing_copies(tensors, files, origins.values()):
+        raise LoadError(f"{checkpoint.path}: {reason}")
+    return origins
+
+
+def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
+    """Whose tensors they would be, but for conditions that are not fulfilled: a clause."""
+    owners = tensors.omitted_owners(left)[:3]
+    conditions = [f'{each.key} = "{each.when}"' for each in owners]
+    return f"; left out by {' and '.join(conditions)}" if conditions else ""
+
+
+def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
+    """The file's tensors by their names, also without a prefix and with the usual suffix."""
+    files = dict(checkpoint.tensors)
+    for prefix, usual in tensors.prefixes:
+        for name, tensor in list(files.items()):  # a prefix may stand behind another
+            if name.startswith(prefix) and (prefix or not name.startswith(usual)):
+                files.setdefault(usual + name.removeprefix(prefix), tensor)
+    for suffix, usual in tensors.suffixes:
+        for name, tensor in list(files.items()):
+            if name.endswith(f".{suffix}"):
+                files.setdefault(name.removesuffix(suffix) + usual, tensor)
+    return files
+
+
+def unused(
+    parameters: Iterable[str],
+    tensors: TensorMap,
+    files: Mapping[str, Tensor],
+    origins: Iterable[Origin],
+) -> list[str]:
+    """Tensors of the file that are no parameter's, no copy of one's and not ignored."""
+    used = {file.name for origin in origins for file in origin.files}
+    copies = (name for _, names in tensors.copies for name in names)
+    used |= {files[name].name for name in copies if name in files}
+    if "logits.weight" not in parameters and (place := tensors.source_of("logits.weight")):
+        names = (name for choice in place.candidates() for name in choice.names)
+        used |= {files[name].name for name in names if name in files}
+    return sorted({file.name for file in files.values()} - used - _ignored(tensors, files))
+
+
+def _ignored(tensors: TensorMap, files: Mapping[str, Tensor]) -> set[str]:
+    return {
+        file.name
+        for name, file in files.items()  # a pattern may be written with the prefix or without
+        if any(fnmatchcase(name, pattern) for pattern in tensors.ignore)
+    }
+
+
+def find_origin(
+    parameter: str,
+    shape: tuple[int, ...],
+    tensors: TensorMap,
+    files: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+) -> Origin:
+    """Finds the tensors of a parameter.
+
+    Args:
+        tensors: the checkpoint's names for the parameters.
+        files: its tensors by these names.
+
+    Raises:
+        LoadError: there is no name for it, or no tensor of that name.
+    """
+    place = tensors.source_of(parameter)
+    if place is None:
+        raise LoadError(
+            f"{checkpoint.path}: the specification's [{tensors.table}] has no name for "
+            f"{parameter}; add one"
+        )
+    found, missing = lookup_origin(parameter, shape, place, files, checkpoint)
+    if found is None:
+        raise LoadError(
+            f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
+            f"loaded from; {_alike(missing[0], files.values())}map it to another in "
+            f"[{tensors.table}], or see whether a file is missing"
+        )
+    return found
+
+
+def differing_copies(
+    tensors: TensorMap, files: Mapping[str, Tensor], origins: Iterable[Origin]
+) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that are said to repeat a parameter and do not, each with what is wrong.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    copies, ignored = dict(tensors.copies), _ignored(tensors, files)
+    for origin in origins:
+        for name in copies.get(origin.parameter, ()):
+            own, copy = origin.files[0], files.get(name, origin.files[0])
+            if copy is not own and copy.name not in ignored and not same_values(own, copy):
+                yield (
+                    copy,
+                    f"{copy.name} differs from {own.name}, though the specification takes it "
+                    f"for a copy; map it to a module of its own, or list it under "
+                    f"{tensors.table}.ignore if it is not used",
+                )
+
+
+def _alike(name: str, files: Iterable[Tensor]) -> str:
+    """The tensor whose name is nearest, if it is one of the same layer: a clause for an error."""
+    numbers = re.findall(r"\d+", name)
+    same = sorted({file.name for file in files if re.findall(r"\d+", file.name) == numbers})
+    close = get_close_matches(name, same, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _constant(parameter: str, value: float) -> Tensor:
+    """A number of the config as a tensor."""
+    array = np.array([value], np.float32)
+    name = f"{parameter} = {value}"  # by the names of its tensors, a parameter's values are known
+    return Tensor(name, (1,), "F32", array.nbytes, lambda: array, lambda: array.view(np.uint8))
+
+
+def _mlx_stack(name: str) -> str:
+    """MLX's name for the stack of all experts' tensors: "block_sparse_moe.switch_mlp.up_proj"."""
+    before, _, last = name.rpartition(".experts.{e}.")
+    leaf, dot, end = last.partition(".")
+    return f"{before}.switch_mlp.{_MLX_LEAVES.get(leaf, leaf)}{dot}{end}"
+
+
+def lookup_origin(
+    parameter: str,
+    shape: tuple[int, ...],
+    place: TensorSource,
+    files: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+) -> tuple[Origin | None, tuple[str, ...]]:
+    """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
+    missing = []
+    if place.value is not None:
+        given = _constant(parameter, place.value)
+        return Origin(parameter, (given,), False, place, checkpoint.path), ()
+    for choice, name in ((each, name) for each in place.candidates() for name in each.names):
+        stacked = "{e}" in name
+        wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
+        absent = [each for each in wanted if each not in files]
+        if not absent:
+            found = tuple(files[each] for each in wanted)
+            return Origin(parameter, found, stacked, choice, checkpoint.path), ()
+        if stacked and (whole := files.get(_mlx_stack(name))) is not None:
+            return Origin(parameter, (whole,), False, choice, checkpoint.path), ()
+        missing.append(absent[0])
+    return None, tuple(missing)
+
+
+PIECE = 1 << 20  # weights
+
+
+def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
+    """A function of a matrix's index in its stack, and of rows: their values, float32.
+
+    The index of a single matrix is ().
+    """
+    *stack, outputs, inputs = file.shape
+    block = BLOCKS.get(file.type)
+    plain = block is None or file.type in PLAIN or file.nbytes % block.bytes
+    stored = file.read() if plain else file.raw().reshape(*stack, outputs, -1)
+
+    def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
+        part = stored[index][rows]
+        size = (len(part), inputs)
+        numbers = part.astype(np.float32) if plain else decode(file.type, part, size)
+        release(part)
+        return numbers
+
+    return cut
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; memory holds no more than a few MB of each.
+
+    Those of one type are compared as they are stored, and nothing is decoded.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    if one.shape != other.shape or not one.shape:
+        return False
+    if one.type == other.type and (one.type in DTYPES or one.type in BLOCKS):
+        return _same_bytes(one.raw(), other.raw())
+    if len(one.shape) == 1:
+        return np.array_equal(one.read().astype(np.float32), other.read().astype(np.float32))
+    height = max(1, PIECE // one.shape[-1])
+    first, second = row_reader(one), row_reader(other)
+    return all(
+        np.array_equal(first(index, rows), second(index, rows))
+        for index in np.ndindex(*one.shape[:-2])
+        for begin in range(0, one.shape[-2], height)
+        for rows in [slice(begin, min(begin + height, one.shape[-2]))]
+    )
+
+
+def _same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.size != other.size:
+        return False
+    if one.ctypes.data == other.ctypes.data:  # pickles store what is shared once
+        return True
+    for begin in range(0, one.size, 4 * PIECE):
+        rows = slice(begin, begin + 4 * PIECE)
+        if not np.array_equal(one[rows], other[rows]):
+            return False
+        release(one[rows])
+        release(other[rows])
+    return True

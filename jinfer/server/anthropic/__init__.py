@@ -1,0 +1,1 @@
+"""Anthropic's dialect: the Messages API, translated to chat requests."""

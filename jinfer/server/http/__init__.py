@@ -1,0 +1,1 @@
+"""HTTP transport: connections, requests, responses, errors, logs and metrics; knows no model."""

@@ -1,0 +1,1 @@
+"""Inferflow's dialect: one route that answers a text."""

@@ -1,0 +1,1 @@
+"""llama.cpp's dialect: completion, infill, slots, resumable streams and model loading."""

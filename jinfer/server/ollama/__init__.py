@@ -1,0 +1,1 @@
+"""Ollama's dialect: chat, generate, embeddings and model lists, as lines of JSON."""

@@ -1,0 +1,114 @@
+"""Ollama to chat: translates Ollama's requests to chat requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.http.http_errors import unsupported_field
+from jinfer.server.http.request_body import validated
+from jinfer.server.ollama.ollama_schemas import (
+    OllamaChatRequest,
+    OllamaFunction,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
+
+# Field of a chat request -> Ollama's name.
+_NAMES: Mapping[str, str] = {
+    "response_format": "format",
+    "json_schema": "format",
+    "n_predict": "options.num_predict",
+    "reasoning_effort": "think",
+    "thinking": "think",
+}
+
+
+def ollama_name(field: str, body: OllamaChatRequest | OllamaGenerateRequest) -> str:
+    """Return Ollama's name of a chat request's field."""
+    if field == "messages" and isinstance(body, OllamaGenerateRequest):
+        return "prompt"
+    first = field.split(".", 1)[0]
+    if first not in _NAMES and field in OllamaOptions.model_fields:
+        return f"options.{field}"
+    return _NAMES.get(first, field)
+
+
+def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
+    """Translate a request to a chat request.
+
+    Raises:
+        ApiError: the request has unsupported content.
+    """
+    chat: dict[str, Any] = {"model": body.model}  # which may be the name of an adapter
+    chat |= {**_sampling(body.options), **_thinking(body.think)}
+    if isinstance(body, OllamaChatRequest):
+        chat |= {"messages": _messages(body.messages or []), "tools": body.tools or None}
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        chat["messages"] = [*system, {"role": "user", "content": body.prompt or ""}]
+    if body.format or body.format == {}:
+        chat["response_format"] = {"type": "json_object"}  # Ollama treats {} as json
+        if isinstance(body.format, dict) and body.format:
+            schema = {"schema": body.format}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if body.logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    return validated({k: v for k, v in chat.items() if v is not None}, ChatRequest)
+
+
+def _sampling(options: OllamaOptions | None) -> dict[str, Any]:
+    """Translate the sampling options to fields of chat requests."""
+    fields = {} if options is None else options.given_fields()
+    sampling = {k: v for k, v in fields.items() if k in ChatRequest.model_fields}
+    if fields.get("num_predict", 0) > 0:
+        sampling["n_predict"] = fields["num_predict"]
+    return sampling
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    """Translate `think` to fields of chat requests."""
+    if think is None or isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {"thinking": {"type": "enabled" if think else "disabled"}}
+
+
+def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Translate messages. Calls without an id and their results get an id."""
+    waiting: list[tuple[str, str]] = []  # names and ids of calls without an answer
+    result = []
+    for number, item in enumerate(messages):
+        if item.images:
+            raise unsupported_field("the model does not read images", f"messages.{number}.images")
+        message: dict[str, Any] = {
+            "role": item.role,
+            "content": item.content or "",
+            "reasoning_content": item.thinking,
+            "name": item.tool_name,
+            "tool_call_id": item.tool_call_id,
+        }
+        if item.tool_calls:
+            ids = [call.id or f"call_{number}_{i}" for i, call in enumerate(item.tool_calls)]
+            functions = [call.function for call in item.tool_calls]
+            waiting = [(function.name, id) for function, id in zip(functions, ids, strict=True)]
+            message["tool_calls"] = list(map(_call, ids, functions))
+        if item.role == "tool" and waiting:
+            named = [pair for pair in waiting if pair[0] == item.tool_name]
+            answered = next((pair for pair in waiting if pair[1] == item.tool_call_id), None)
+            answered = answered or (named or waiting)[0]
+            waiting.remove(answered)
+            message["tool_call_id"] = item.tool_call_id or answered[1]
+        result.append({k: v for k, v in message.items() if v is not None})
+    return result
+
+
+def _call(id: str, function: OllamaFunction) -> dict[str, Any]:
+    arguments = json.dumps(function.arguments, ensure_ascii=False)
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": arguments},
+    }

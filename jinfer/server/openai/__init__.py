@@ -1,0 +1,1 @@
+"""OpenAI's dialect: chat, text completions, embeddings, responses, files and batches."""

@@ -1,0 +1,208 @@
+"""Files API: /v1/files, uploaded as multipart/form-data, listed, read and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import Field, PrivateAttr
+from starlette.requests import Request
+
+from jinfer.server.core.service import RequestContext, Service
+from jinfer.server.http import schema_base as base
+from jinfer.server.http.http_errors import ApiError, invalid_request
+from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
+from jinfer.server.http.multipart import MultipartParser, boundary_of
+from jinfer.server.http.query_params import MAX_LISTED, listed_page, query_value
+from jinfer.server.http.request_body import validated
+from jinfer.server.stores.file_store import FileStore, StoredFile
+
+Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+
+
+class ExpiresAfter(base.RequestModel):
+    """The expiration of a file."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2592000)
+
+
+class UploadRequest(base.RequestModel):
+    """A request to POST /v1/files, as multipart/form-data."""
+
+    file: str = Field(json_schema_extra={"format": "binary"})
+    purpose: Purpose
+    expires_after: ExpiresAfter | None = None
+    _path: Path = PrivateAttr()
+    _bytes: int = PrivateAttr(0)
+
+
+class FileObject(base.ResponseModel):
+    """A file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(base.ResponseModel):
+    """The response of GET /v1/files."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
+
+
+class DeletedFile(base.ResponseModel):
+    """The response of DELETE /v1/files/{file_id}."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+_PIECE = 1 << 20  # bytes per read
+_SLOWEST = 64 << 10  # minimum bytes per second of an upload
+_NESTED = re.compile(r"expires_after\[(\w+)\]")
+
+
+def file_store(service: Service) -> FileStore:
+    """Return the server's file store. Raises `ApiError` without a store."""
+    if service.files is None:
+        reason = "the server does not store files; serve with --files-dir FOLDER"
+        raise ApiError(403, reason, code="not_allowed")
+    return service.files
+
+
+async def receive_upload(request: Request, service: Service) -> UploadRequest:
+    """Read the body of an upload into a temporary file of the folder.
+
+    Raises:
+        ApiError: the body is too long, invalid or late.
+        ClientDisconnect: the client has disconnected.
+    """
+    store = file_store(service)
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    path, max_bytes = store.half(), min(service.settings.max_file, store.room())
+
+    def sink() -> BinaryIO:
+        return path.open("wb")
+
+    parser, size = MultipartParser(boundary, "file", sink), 0
+    try:
+        # The time limit grows with the received bytes, so that large files may take longer.
+        async with asyncio.timeout(service.settings.body_seconds) as limit:
+            end = limit.when() or 0.0
+            async for piece in request.stream():
+                size += len(piece)
+                if size > max_bytes + _PIECE:
+                    raise _too_long(max_bytes)
+                parser.push(piece)
+                limit.reschedule(end + size / _SLOWEST)
+        parser.finish()
+        upload = validated(_values(parser), UploadRequest)
+        upload._path, upload._bytes = path, path.stat().st_size
+        if upload._bytes > max_bytes:
+            raise _too_long(max_bytes)
+    except BaseException as error:
+        parser.close()
+        path.unlink(missing_ok=True)
+        if isinstance(error, TimeoutError):
+            raise ApiError(408, "the file did not arrive in time") from None
+        raise
+    return upload
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the file is longer than the {max(0, max_bytes)} bytes of free space",
+        param="file",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+
+
+def _values(parser: MultipartParser) -> dict[str, Any]:
+    """Return the fields of a form; fields in brackets become an object."""
+    values: dict[str, Any] = {}
+    for name, text in parser.fields.items():
+        if (nested := _NESTED.fullmatch(name)) is not None:
+            item: Any = (
+                int(text) if text.isascii() and text.isdecimal() and len(text) < 17 else text
+            )
+            values.setdefault("expires_after", {})[nested[1]] = item
+        else:
+            values[name] = text
+    if parser.filename is not None:
+        values["file"] = parser.filename
+    return values
+
+
+async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
+    """Store an uploaded file."""
+    body, store = request.body, file_store(request.service)
+    seconds = None if body.expires_after is None else body.expires_after.seconds
+    try:
+        file = await request.service.in_thread(
+            store.add, body._path, body.file, body.purpose, seconds
+        )
+    finally:
+        body._path.unlink(missing_ok=True)
+    return HttpResponse(file.shown())
+
+
+async def list_files(request: RequestContext[Any]) -> HttpResponse:
+    """List the files."""
+    purpose = query_value(request.http, "purpose")
+    listed = [
+        file.shown()
+        for file in file_store(request.service).listed()
+        if purpose is None or file.purpose == purpose
+    ]
+    return HttpResponse(listed_page(request.http, listed, MAX_LISTED))
+
+
+async def retrieve_file(request: RequestContext[Any]) -> HttpResponse:
+    """Describe a file."""
+    return HttpResponse(_file(request).shown())
+
+
+async def file_content(request: RequestContext[Any]) -> StreamedResponse:
+    """Stream the content of a file."""
+    path = file_store(request.service).path(_file(request).id)
+    return StreamedResponse(_pieces(path, request.service), media_type="application/octet-stream")
+
+
+async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
+    opened: BinaryIO = await service.in_thread(path.open, "rb")
+    with opened as file:
+        while piece := await service.in_thread(file.read, _PIECE):
+            yield piece
+
+
+async def delete_file(request: RequestContext[Any]) -> HttpResponse:
+    """Delete a file, unless an unfinished batch reads it."""
+    store, id = file_store(request.service), _file(request).id
+    if (batch := request.service.batches and request.service.batches.reader_of(id)) is not None:
+        raise invalid_request(f"{batch} reads it; cancel that first", "file_id")
+    await request.service.in_thread(store.delete, id)
+    return HttpResponse({"id": id, "object": "file", "deleted": True})
+
+
+def _file(request: RequestContext[Any]) -> StoredFile:
+    """Return the file of the path. Raises `ApiError`."""
+    id = str(request.http.path_params["file_id"])
+    if (found := file_store(request.service).get(id)) is None:
+        raise ApiError(404, f"there is no file {id[:80]!r}", param="file_id")
+    return found

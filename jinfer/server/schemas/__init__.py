@@ -1,1 +1,0 @@
-"""Schemas (pydantic) of requests and responses; unknown request fields are rejected."""

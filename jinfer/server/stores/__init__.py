@@ -1,0 +1,1 @@
+"""Stores: files, batches, responses and streams that outlive their request."""

@@ -1,0 +1,179 @@
+"""Many weights that are quantized as they are read are kept, and mapped at the next start."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jinfer import LLM
+from jinfer.loader.open_model import open_model
+from jinfer.loader.weights import quantized_cache, storage_plan
+from jinfer.loader.weights.load_weights import load
+from jinfer.loader.weights.plan_weights import plan_weights
+from jinfer.nn.abstract_model import build_abstract_model
+from tests.loader.checkpoint.converting import check_equal, leaves
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+MODEL = GOLDENS / "llama2"
+Q4 = {"weights": "q4", "threshold": 0, "method": "mse"}
+ONCE = "jinfer: weights are quantized, once; they are kept in "
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's, for small models too."""
+    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1)
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Parameters of which nothing is kept."""
+
+    def load(source: Path, **keys: Any) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1 << 40)
+            return leaves(source, **keys)
+
+    return load
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise AssertionError("this is not to be done again")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama2", {}),
+        ("llama2", {"method": "rtn", "outliers": 0.01}),
+        ("gemma", {"weights": "q3.5"}),  # its head is its embedding
+        ("mixtral", {"weights": "q6_b64"}),
+        ("t5", {"weights": "q8"}),
+        ("gguf_llama_mixed", {"weights": "q2"}),
+    ],
+)
+def test_the_second_start_maps_what_was_kept(
+    name: str,
+    keys: dict[str, Any],
+    cache: Path,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = plainly(GOLDENS / name, **Q4 | keys)
+    assert not cache.exists()
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    assert capsys.readouterr().err == f"{ONCE}{cache}\n"
+    monkeypatch.setattr(quantized_cache, "read", stop)
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(AssertionError, match="not to be done again"):
+        leaves(GOLDENS / name, **Q4 | keys | {"weights": "q5"})
+
+
+def test_a_damaged_entry_is_made_again(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = leaves(MODEL, **Q4)
+    (found,) = cache.iterdir()
+    (found / "model.safetensors").unlink()  # what is mapped stays as long as somebody knows it
+    (found / "model.safetensors").write_bytes(b"")
+    check_equal(leaves(MODEL, **Q4), wanted)
+    assert capsys.readouterr().err == 2 * f"{ONCE}{cache}\n"
+
+
+def test_few_weights_are_quantized_each_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1 << 26)
+    leaves(MODEL, **Q4)
+    assert not cache.exists()
+
+
+def test_weights_that_are_kept_as_they_are_need_no_entry(cache: Path) -> None:
+    LLM(GOLDENS / "gguf_llama_mixed")
+    LLM(MODEL)
+    assert not cache.exists()
+
+
+def test_one_of_several_processes_keeps_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    leaves(MODEL, **Q4)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "line"),
+    [
+        (quantized_cache.NotWanted("JINFER_CACHE is off"), ""),
+        (
+            quantized_cache.NotCached("/x cannot be written to"),
+            "jinfer: /x cannot be written to; weights are quantized at each start\n",
+        ),
+    ],
+)
+def test_no_folder(
+    refusal: Exception,
+    line: str,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse() -> Path:
+        raise refusal
+
+    monkeypatch.setattr(quantized_cache, "_place", refuse)
+    check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
+    assert capsys.readouterr().err == line
+
+
+def test_a_disk_that_fills_up(
+    cache: Path,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(quantized_cache.EntryWriter, "finish", full)
+    check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
+    said = capsys.readouterr().err
+    assert said.startswith(f"{ONCE}{cache}\njinfer: ")
+    assert said.endswith("No space left on device; weights are quantized at each start\n")
+    assert said.count("\n") == 2
+    assert list(cache.iterdir()) == []
+
+
+def test_where_feedback_would_take_too_long(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
+    monkeypatch.setitem(storage_plan.PER_WEIGHT, "gptq", 1.0)
+    first = leaves(MODEL, **Q4 | {"method": "auto"})
+    why, once = capsys.readouterr().err.splitlines()
+    assert why.startswith("jinfer: GPTQ would take some ")
+    assert once == f"{ONCE}{cache}"
+    monkeypatch.setattr(quantized_cache, "read", stop)
+    check_equal(leaves(MODEL, **Q4 | {"method": "auto"}), first)
+
+
+def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
+    keys = {f"quantization.{key}": value for key, value in Q4.items()}
+    opened = open_model(GOLDENS / "gemma", {"dtype": "float32", **keys})
+    model = build_abstract_model(opened.spec, "float32")
+    plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    found: Any = {}
+
+    def put(names: Any, values: Any) -> None:
+        found.update(dict.fromkeys(names, values))
+
+    load(plan, put)
+    assert len(list(cache.iterdir())) == 1
+    for name, values in zip(model.names, load(plan), strict=True):
+        for ours, wanted in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
+            np.testing.assert_array_equal(ours, wanted)
