@@ -19,7 +19,7 @@ type BiasFunction = Callable[
 
 
 class ScoreRules(NamedTuple):
-    """Which keys a query sees, and how its scores are modified (mask_mod and score_mod).
+    """Mask of the keys that a query sees, and score modifiers (mask_mod and score_mod).
 
     A distance is the query's position minus the key's.
 

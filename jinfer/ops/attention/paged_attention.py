@@ -316,7 +316,7 @@ def _dense_attention(
 def _route(
     q: Array, keys: KVPool, values: KVPool | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
-    """Which implementation computes attention: custom call, GPU kernel or XLA.
+    """Chooses the implementation of attention: custom call, GPU kernel or XLA.
 
     The kernel takes any number of tokens: a tile of queries reads the keys that its last query
     sees, and writes no scores to memory.

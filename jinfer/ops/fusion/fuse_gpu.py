@@ -1,4 +1,4 @@
-"""Operator fusion on GPUs: what precedes a matmul becomes its prologue kernel.
+"""Operator fusion on GPUs: operations before a matmul become its prologue kernel.
 
 Norms, residual sums and gates are row-wise; so are the power of two that scales a matmul's x to
 fp16, and the order of x (`matmul.prologue`). As XLA operations they take several kernels per
