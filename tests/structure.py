@@ -68,7 +68,7 @@ PRIVATE_JAX = {
     "jinfer/distributed/shared_compile_cache.py": "one process compiles for all",
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
-    "jinfer/ops/thread_limit.py": "whether XLA has started",
+    "jinfer/ops/cpu_library.py": "whether XLA has started",
     "jinfer/runtime/executable.py": "calls without JAX's dispatch",
 }
 

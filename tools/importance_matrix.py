@@ -27,7 +27,7 @@ from jinfer.quant.calibration_stats import RecordedWeight, record_inputs
 from .calibration_text import text_windows
 
 _PLAIN: dict[str, Any] = {"dtype": "float32", "quantization": {"weights": "plain"}}
-_WRITES: dict[str, Any] = {"quantization": {"weights": "q8", "method": "nearest"}}
+_WRITES: dict[str, Any] = {"quantization": {"weights": "q8", "method": "rtn"}}
 
 
 def importance_matrix(

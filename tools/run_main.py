@@ -15,8 +15,8 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
+from jinfer.ops.backend import start
 from jinfer.ops.disable_kernels import SwitchError
-from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout
 
 from .output_files import check_outputs

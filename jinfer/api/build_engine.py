@@ -30,7 +30,7 @@ from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.adapted_rows import is_adapter
+from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track

@@ -177,7 +177,7 @@ class TracedEdit:
             new = whole.at[..., : self.keys].set(new.swapaxes(0, 1).astype(whole.dtype))
         return new.astype(value.dtype)[None]
 
-    def taken(self, rows: Int[Array, " chosen"]) -> TracedEdit:
+    def select_rows(self, rows: Int[Array, " chosen"]) -> TracedEdit:
         """The edits of some of the rows: the function always computes all."""
         raise AssertionError("all tokens have results")
 

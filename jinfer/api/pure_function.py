@@ -22,11 +22,11 @@ from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
 from jinfer.nn.activation_taps import TapError
-from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
+from jinfer.nn.lora_rows import LORA_A, LORA_B, is_adapter
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:

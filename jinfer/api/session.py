@@ -62,10 +62,10 @@ from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.ops.backend import start
+from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
 from jinfer.ops.gpu_backend import requested_backend
-from jinfer.ops.platforms import start
-from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_field import parameter_hint

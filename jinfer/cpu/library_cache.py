@@ -1,8 +1,8 @@
-"""Library cache: the folder of compiled libraries, and which files may be loaded from it.
+"""Library cache: the folder of compiled libraries, and checks before loading them.
 
-A library runs as this user, so it is loaded only if no other user could have written it: it and
-its folder belong to the user, or to root as in a container image, and others have no write access.
-Its hash is stored beside it, since the loader does not reject a truncated file (a full disk, a
+A library runs as this user, so it is loaded only if no other user could have written it: it and its
+folder belong to the user, or to root as in a container image, and others have no write access. Its
+hash is stored in the same folder, since the loader does not reject a truncated file (a full disk, a
 copied cache), which would crash the process later.
 """
 
@@ -43,7 +43,7 @@ class BuildPaths:
 
 
 def find(key: str) -> Path | None:
-    """The library of this key, if there is one that may be loaded."""
+    """Finds the library of this key, if it exists and may be loaded."""
     for folder in (_cache_folder(), *_private):
         path = folder / key / LIBRARY if folder is not None else None
         if path is not None and _is_ours(path) and is_intact(path):
@@ -53,13 +53,13 @@ def find(key: str) -> Path | None:
 
 @contextmanager
 def build_lock(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Keeps other processes from building the library of this key; one may just have built it.
+    """Locks the build of the library of this key; another process may just have finished it.
 
     Args:
-        key: of the library.
+        key: the library's key.
         waiting: a context for the time of waiting for another process.
     """
-    # Imported here: not needed if the library exists.
+    # Imported lazily: not needed if the library exists.
     from filelock import FileLock, Timeout
 
     path = _writable_folder() / f"{_BUILDING}{key}.lock"
@@ -81,7 +81,7 @@ def build_lock(key: str, waiting: Callable[[], AbstractContextManager[object]]) 
 
 @contextmanager
 def build_folder(key: str) -> Iterator[BuildPaths]:
-    """A folder to build in; at the end its library is installed under the key, the rest removed.
+    """Makes a build folder; at the end its library is installed under the key, the rest removed.
 
     Installation is atomic, though several processes may build at once. Objects of an interrupted
     build stay, and the next one reuses them.
@@ -107,12 +107,12 @@ def build_folder(key: str) -> Iterator[BuildPaths]:
         shutil.rmtree(paths.objects, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # an empty one
+        with suppress(OSError):  # an empty folder
             (parent / f"{_BUILDING}{key}").rmdir()
 
 
 def _objects(parent: Path, key: str) -> Path:
-    """The folder of a key's objects, emptied if another user could have written to it."""
+    """Returns the folder of a key's objects, emptied if another user could have written to it."""
     folder = parent / f"{_BUILDING}{key}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,7 +132,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether only this user and root can have written it."""
+    """Whether only this user and root can have written the file."""
     try:
         status = path.lstat()
     except OSError:
@@ -152,7 +152,7 @@ def is_intact(path: Path) -> bool:
 
 
 def write_hash(path: Path) -> None:
-    """Writes a library's hash beside it."""
+    """Writes a library's hash to its folder."""
     (path.parent / _HASH).write_text(_hash(path), encoding="utf-8")
 
 
@@ -167,7 +167,7 @@ def _cache_folder() -> Path | None:
         return None
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # no HOME, and no entry of the user's
+    except RuntimeError:  # no HOME, and no passwd entry
         base = ""
     if not (chosen or base):
         return None
@@ -175,17 +175,17 @@ def _cache_folder() -> Path | None:
 
 
 def not_cached_reason() -> str:
-    """Why a library compiled now is for this process alone; empty if it will be cached."""
+    """Returns the reason why a library compiled now is not cached; empty if it is."""
     return _checked_folder()[1]
 
 
 def _writable_folder() -> Path:
-    """The cache folder if only this user can write to it, else a folder for this process."""
+    """Returns the cache folder if only this user can write to it, else a temporary folder."""
     return _checked_folder()[0] or _private_folder()
 
 
 def _checked_folder() -> tuple[Path | None, str]:
-    """The cache folder, or why it cannot be used."""
+    """Returns the cache folder, or the reason why it cannot be used."""
     folder = _cache_folder()
     if folder is None:
         off = os.environ.get("JINFER_CACHE", "") == "off"
@@ -211,7 +211,7 @@ def _checked_folder() -> tuple[Path | None, str]:
 
 
 def _private_folder() -> Path:
-    """A folder that is removed at the end of this process."""
+    """Makes a folder that is removed at the end of this process."""
     if not _private:
         _private.append(Path(tempfile.mkdtemp(prefix="jinfer-")))
         atexit.register(shutil.rmtree, _private[0], ignore_errors=True)

@@ -39,14 +39,14 @@ class Interface:
 
 @functools.cache
 def interface(headers: str) -> Interface:
-    """The version of XLA's headers, in the folder `xla` of `headers`."""
+    """Reads the version of XLA's headers, in the folder `xla` of `headers`."""
     text = Path(headers, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
     numbers = (re.search(rf"^#define XLA_FFI_API_{n} (\d+)", text, re.M) for n in _NUMBERS)
     return Interface(*(int(match[1]) if match else 0 for match in numbers))
 
 
 def find(key: str) -> Path | None:
-    """The package's library if it has this key, fits the installed jaxlib and is intact."""
+    """Finds the package's library if it has this key, fits the installed jaxlib and is intact."""
     path = FOLDER / LIBRARY
     if path in _refused or not path.exists():
         return None
@@ -60,7 +60,7 @@ def find(key: str) -> Path | None:
 
 
 def refuse(path: Path) -> bool:
-    """Whether a path is the package's library, which this process then ignores."""
+    """Makes this process ignore the package's library; returns whether `path` is that library."""
     if path.parent != FOLDER:
         return False
     _refused.append(path)
@@ -68,7 +68,7 @@ def refuse(path: Path) -> bool:
 
 
 def seal(library: Path, key: str, made_for: Interface) -> None:
-    """Writes the files beside a library that `find` checks."""
+    """Writes the files in a library's folder that `find` checks."""
     write_hash(library)
     made_from = {"key": key, "interface": [made_for.major, made_for.minor]}
     (library.parent / _MADE_FROM).write_text(json.dumps(made_from) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.ops.interrupt import Flag
+from jinfer.ops.cpu_library import Flag
 from jinfer.sampling.samplers import NOT_FINITE
 
 if TYPE_CHECKING:

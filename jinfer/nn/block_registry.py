@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from flax import nnx
     from jax.typing import DTypeLike
 
-# Blocks that no specification names, beside the language's own.
+# Blocks that no specification names, in addition to those of the language.
 _MODULES = MODULES | {
-    TapSpec: "hidden_tap.HiddenTap",
+    TapSpec: "stream_modules.HiddenTap",
     ShardedEmbeddingBlock: "tensor_parallel.ShardedEmbedding",
     ShardedHeadBlock: "tensor_parallel.ShardedHead",
     ShardedRMSBlock: "tensor_parallel.ShardedRMSNorm",
@@ -33,7 +33,7 @@ _MODULES = MODULES | {
 
 
 def build_module(block: Block, dtype: DTypeLike) -> nnx.Module:
-    """The module of a block, its parameters yet to be loaded."""
+    """Builds the module of a block, without parameter values."""
     file, _, name = _MODULES[type(block)].partition(".")
     module: nnx.Module = attrgetter(name)(import_module(f"jinfer.nn.{file}"))(block, dtype)
     return module

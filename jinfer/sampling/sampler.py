@@ -1,9 +1,9 @@
 """Sampler: logits to next tokens, by one function for a mixed batch.
 
-Every row goes through samplers of its own, in its own order. A row's result depends on its logits,
-parameters, state and history alone, to the bit. On CPUs a custom call samples, if it knows the
-samplers of the program; XLA's operations are its reference. There, what only some rows need is
-computed only if there are such rows; on a GPU some of it always.
+Each row runs its own samplers, in its own order. Results are batch-invariant: they depend only on a
+row's logits, parameters, state and history, to the bit. On CPUs a custom call samples if it
+supports the program's samplers; XLA's operations are its reference. They skip samplers that no row
+needs, except for cheap samplers on a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
-from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
+from jinfer.ops.reductions import argmax
 from jinfer.sampling import penalties
-from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise
 from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES, SAMPLERS
 from jinfer.sampling.sampling_metadata import (
@@ -31,11 +30,12 @@ from jinfer.sampling.sampling_metadata import (
     SamplingMetadata,
 )
 from jinfer.sampling.token_history import History
+from jinfer.sampling.truncation import adapted_mu
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
-_LANES = 64  # logits reduced side by side (SIMD)
+_LANES = 64  # logits reduced in parallel (SIMD)
 
 type SamplerFunction = Callable[[Array, SamplerContext], Array]
 
@@ -65,18 +65,18 @@ def sample(
     """Samples the next token of each row, and counts it.
 
     Args:
-        logits: of any floating type; computed with in float32.
+        logits: of any floating type; computations are in float32.
         metadata, state: of each slot.
         history: tokens of each slot's sequence, the prompt first.
-        slots: of each row, the slot whose sequence it continues.
-        lengths: tokens of each sequence; what follows them in `history` is not read.
-        prompt_lengths: how many of them are the prompt.
-        mask: a bit for each token, the lowest of a word first; 0 forbids it.
-        masked: of which slots the mask counts.
-        samplers: those of the program; no row may need another (`sampler_chain.sampler_sets`).
+        slots: the slot of each row's sequence.
+        lengths: tokens of each sequence; later entries of `history` are not read.
+        prompt_lengths: tokens of each prompt.
+        mask: a bit for each token, lowest bit first; 0 forbids it.
+        masked: slots whose mask applies.
+        samplers: the program's samplers; no row may need another (`sampler_chain.sampler_sets`).
 
     Returns:
-        A token and the state of each row; `NOT_FINITE` where a logit is NaN or +inf.
+        Each row's token and state; the token is `NOT_FINITE` if a logit is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
@@ -91,8 +91,7 @@ def sample(
             states = SamplerState(*(part[slots] for part in state))
             return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, samplers)
 
-        # Where every row wants its greatest logit nothing else is computed, and no parameters are
-        # gathered.
+        # If all rows are greedy, nothing else is computed, and no parameters are gathered.
         bound = jnp.bool_(False) if mask is None or masked is None else masked
         greedy = jnp.all((_greedy(metadata) & ~bound)[slots])
         tokens, mu = lax.cond(greedy, lambda: (argmax(logits), state.mu[slots]), drawn)
@@ -114,24 +113,24 @@ def filtered_logits(
     masked: Bool[Array, " slots"],
     samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
-    """The logits that `sample` draws from, given the same: -inf for what it does not draw.
+    """Computes the logits that `sample` draws from, with equal arguments; -inf: never drawn.
 
-    Where nothing is drawn, only the token that it takes is left.
+    A greedy row keeps only its chosen token.
     """
     of_rows = SamplingMetadata(*(part[slots] for part in metadata))
     states = SamplerState(*(part[slots] for part in state))
     past = History(history, slots, lengths[slots], prompt_lengths[slots])
     allowed = _allowed(logits.astype(jnp.float32), mask, masked, slots)
     left = apply_samplers(allowed, of_rows, states, past, samplers)
-    taken = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
+    selected = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
     drawn = of_rows.column("draws")[:, None] > 0
-    return jnp.where(drawn, left, jnp.where(taken, 0.0, -jnp.inf))
+    return jnp.where(drawn, left, jnp.where(selected, 0.0, -jnp.inf))
 
 
 def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, ...]:
-    """Metadata and state as the custom call reads them: columns and samplers in its order.
+    """Converts metadata and state for the custom call: columns and samplers in its order.
 
-    No row may have a sampler that the call does not know.
+    No row may have a sampler that the call does not support.
     """
     layout = sampler_calls.layout()
     chain = metadata.chain
@@ -149,12 +148,12 @@ def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, .
 
 
 def _arranged(x: Array, names: tuple[str, ...], order: tuple[str, ...]) -> Array:
-    """The columns of some names, in their order."""
+    """Selects columns by name, in this order."""
     return x if names == order else x[:, jnp.array([names.index(name) for name in order])]
 
 
 def _greedy(metadata: SamplingMetadata) -> Bool[Array, " slots"]:
-    """Which slots want the greatest logit, as it is."""
+    """Finds the slots that take the greatest unmodified logit."""
     draws, surprise = metadata.column("draws"), metadata.column("mirostat")
     return (metadata.chain[:, 0] == END_OF_CHAIN) & (draws == 0) & (surprise == 0)
 
@@ -172,7 +171,7 @@ def _allowed(
 
 
 def _has_nan_or_inf(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Whether there is a NaN or +inf in a row; -inf is what must not be drawn."""
+    """Whether a row has NaN or +inf; -inf marks forbidden tokens."""
     filled = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % _LANES)))
     lanes = filled.reshape(logits.shape[0], -1, _LANES)  # vectorized by XLA:CPU
     return ~jnp.all(jnp.all(lanes < jnp.inf, axis=1), axis=-1)
@@ -185,7 +184,7 @@ def _drawn(
     past: History,
     samplers: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """Tokens of any rows, and mirostat's mu after them."""
+    """Samples tokens of any rows; also returns mirostat's mu after them."""
     left = apply_samplers(logits, metadata, state, past, samplers)
     tokens = _if_some(
         metadata.column("draws") > 0,
@@ -203,9 +202,9 @@ def _drawn(
 def _if_some(
     rows: Bool[Array, " rows"], all_rows: Callable[[], Array], otherwise: Callable[[], Array]
 ) -> Array:
-    """What some rows need and does not change the others; without such rows, a cheaper equal."""
+    """Runs an operation that only some rows need; without such rows, a cheaper equivalent."""
     if backend() == "gpu":
-        # A branch waits for the host to decide, which takes longer than this.
+        # On a GPU a branch waits for the host, which takes longer than the operation.
         return all_rows()
     return lax.cond(jnp.any(rows), all_rows, otherwise)
 
@@ -217,15 +216,15 @@ def apply_samplers(
     history: History,
     samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
-    """Logits after the samplers: -inf for what is never drawn.
+    """Applies the samplers to logits: -inf for tokens that are never drawn.
 
-    With XLA's operations each round runs, of the samplers that rows need next, the first in the
-    default order, on all rows that need it. So a sampler runs once where all orders agree, and one
-    program that has each sampler once can run every order.
+    In each round the sampler that comes first in the default order, of those that rows need next,
+    runs on all these rows. So a sampler runs once if all orders agree, and one program with each
+    sampler once supports every order.
 
     Args:
-        metadata, state, history: of each row.
-        samplers: those of the program; no row may need another (`sampler_chain.sampler_sets`).
+        metadata, state, history: one row each.
+        samplers: the program's samplers; no row may need another (`sampler_chain.sampler_sets`).
     """
     if sampler_calls.knows(samplers):
         tokens, slots, lengths, prompts = history
@@ -258,7 +257,7 @@ def apply_samplers(
 def ends_sequence(
     tokens: Int[Array, " rows"], metadata: SamplingMetadata, slots: Int[Array, " rows"]
 ) -> Bool[Array, " rows"]:
-    """Whether a row's token ends its sequence, as far as the device can know.
+    """Whether a row's token ends its sequence, as far as the device knows.
 
     The host finds the other ends: stop texts, and the `stop_token_ids` of a request that ignores
     the model's own end.
@@ -270,7 +269,7 @@ def ends_sequence(
 def add_gumbel_noise(
     left: Float[Array, "rows vocab"], metadata: SamplingMetadata, state: SamplerState
 ) -> Float[Array, "rows vocab"]:
-    """Gumbel-max: filtered logits plus noise in the rows that draw; the greatest is the token."""
+    """Samples by Gumbel-max: the greatest of the filtered logits plus noise, in rows that draw."""
     draws = metadata.column("draws") > 0
     gumbel = noise(metadata.key, state.drawn, left.shape[-1])
     return jnp.where(draws[:, None], left + gumbel, left)

@@ -1,4 +1,4 @@
-"""Sampler chain: which samplers a request runs, in which order, and the programs that have them."""
+"""Sampler chain: a request's samplers in their order, and the programs that support them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACTIVE = {sampler.name: sampler.active for sampler in SAMPLERS}
 
 
 def chain(params: SamplingParams) -> tuple[str, ...]:
-    """The samplers that a request needs, in its order, without those that would change nothing."""
+    """Returns the samplers that a request needs, in its order, without ineffective samplers."""
     names = params.samplers or SELECTABLE
     if params.strategy in ("fsd", "random_fsd"):
         # FSD leaves one token; where random FSD draws instead, the filters after it apply.
@@ -30,10 +30,10 @@ def chain(params: SamplingParams) -> tuple[str, ...]:
 
 
 def sampler_sets() -> tuple[tuple[str, ...], ...]:
-    """The samplers of the programs that are compiled: the most used first, the last has all.
+    """Returns the samplers of the compiled programs: the most used first, the last has all.
 
-    On a CPU the first has the samplers that the custom call knows. A request that needs another one
-    has its batches sampled by XLA's operations.
+    On a CPU the first has the samplers that the custom call supports. XLA's operations sample
+    batches with a request that needs another sampler.
     """
     known = sampler_calls.layout().samplers if sampler_calls.available() else COMMON
     first = tuple(name for name in SAMPLER_NAMES if name in known)

@@ -20,8 +20,8 @@ class Sampler:
 
     Attributes:
         name: as `SamplingParams.samplers` has it.
-        function: module and name of its function in `jinfer.sampling`. Stages may share one, which
-            is then compiled once.
+        function: module and name of its function in `jinfer.sampling`. Samplers may share one,
+            which is then compiled once.
         active: whether it would change anything, given a request's `SamplingParams`.
         aliases: other engines' names, separated by spaces.
         filters: whether it drops tokens: a request with such a sampler draws from what is left.
@@ -61,9 +61,9 @@ def _always(p: Any) -> bool:
 SAMPLERS = (
     Sampler("rules", "penalties.rules", _has_rules, fixed=True),
     Sampler("penalties", "penalties.penalties", _penalizes, "penalty"),
-    Sampler("dry", "dry.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
-    Sampler("temperature", "temperature.temperature", _always, "temp temp_ext dynatemp"),
-    Sampler("dynatemp", "temperature.dynatemp", _always, fixed=True),
+    Sampler("dry", "penalties.dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0),
+    Sampler("temperature", "truncation.temperature", _always, "temp temp_ext dynatemp"),
+    Sampler("dynatemp", "truncation.dynatemp", _always, fixed=True),
     _filter("top_n_sigma", "top_n_sigma", lambda p: p.top_n_sigma > 0),
     _filter("top_k", "top_k_top_p", lambda p: p.top_k > 0),
     _filter("tfs_z", "tfs_z", lambda p: p.tfs_z < 1, "tfs"),
@@ -72,7 +72,7 @@ SAMPLERS = (
     _filter("min_p", "min_p_top_a", lambda p: p.min_p > 0),
     _filter("top_a", "min_p_top_a", lambda p: p.top_a > 0),
     _filter("xtc", "xtc", lambda p: p.xtc_probability > 0),
-    Sampler("mirostat", "mirostat.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
+    Sampler("mirostat", "truncation.mirostat", lambda p: p.mirostat > 0, filters=True, fixed=True),
     Sampler("fsd", "fsd.fsd", _always, fixed=True),
 )
 

@@ -52,36 +52,36 @@ def loaded(folder: Path, **environment: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("every", ["0", "1"])
-def test_it_needs_no_compiler(packaged: Path, every: str) -> None:
+def test_prebuilt_library_needs_no_compiler(packaged: Path, every: str) -> None:
     said, told = loaded(packaged.parent, **{build_library.EVERY: every, build_library.LOWER: ""})
     assert said == f"True {packaged}"
     assert told == ""
 
 
-def test_others_may_write_to_the_folder_of_a_package(packaged: Path) -> None:
+def test_package_folder_may_be_writable_by_others(packaged: Path) -> None:
     packaged.chmod(0o666)
     packaged.parent.chmod(0o777)
     assert build_library.library_path() == packaged
 
 
-def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
+def test_library_of_other_sources_is_ignored(packaged: Path) -> None:
     prebuilt.seal(packaged, "x86_64-0123456789abcdef", HERE)
     with pytest.raises(compilers.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
         build_library.library_path()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": 1}', "\0", '{"interface": [0]}'])
-def test_what_it_is_made_from_has_to_be_said(packaged: Path, text: str) -> None:
+def test_library_without_its_key_is_ignored(packaged: Path, text: str) -> None:
     (packaged.parent / "made_from.json").write_text(text)
     assert prebuilt.find(build_library.own_key()) is None
 
 
-def test_a_damaged_library_is_not_taken(packaged: Path) -> None:
+def test_damaged_library_is_ignored(packaged: Path) -> None:
     packaged.write_bytes(packaged.read_bytes()[:-1])
     assert prebuilt.find(build_library.own_key()) is None
 
 
-def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
+def test_unloadable_prebuilt_library_is_kept_and_another_compiled(
     packaged: Path, copier: str, tmp_path: Path
 ) -> None:
     packaged.write_bytes(b"of another system")
@@ -92,7 +92,7 @@ def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
     assert packaged.read_bytes() == b"of another system"
 
 
-def test_a_command_makes_it(packaged: Path, copier: str, tmp_path: Path) -> None:
+def test_command_builds_the_prebuilt_library(packaged: Path, copier: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jinfer.cpu", "--into", str(tmp_path / "new")]
     environment = {**os.environ, "CXX": copier}
     made = subprocess.check_output(command, env=environment, text=True).strip()
@@ -122,7 +122,7 @@ def test_without_a_compiler_nothing_is_written_to_the_package() -> None:
         (["--headers", "{tmp}"], "--headers is for --into and --into-package"),
     ],
 )
-def test_a_command_that_cannot(
+def test_command_reports_errors_in_one_line(
     options: list[str], reason: str, copier: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -144,13 +144,13 @@ def test_a_command_that_cannot(
         ((1, 4), (0, 4), False),
     ],
 )
-def test_which_versions_of_xla_take_it(
+def test_compatible_versions_of_xla(
     here: tuple[int, int], made_for: tuple[int, int], takes: bool
 ) -> None:
     assert Interface(*here).accepts(Interface(*made_for)) == takes
 
 
-def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) -> None:
+def test_library_for_a_newer_xla_is_ignored(packaged: Path, tmp_path: Path) -> None:
     assert prebuilt.find(build_library.own_key()) == packaged
     headers = tmp_path / "xla" / "ffi" / "api"
     headers.mkdir(parents=True)

@@ -89,7 +89,7 @@ def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
     return np.stack([np.random.default_rng([s, step]).normal(0, 3, vocab) for s in seeds])
 
 
-def test_every_row_is_as_alone() -> None:
+def test_rows_are_batch_invariant() -> None:
     """Together, in another order, in twos and alone: the same tokens, the same mu, to the bit.
 
     One program serves all parameters, for each number of rows.
@@ -113,7 +113,7 @@ def test_every_row_is_as_alone() -> None:
     assert sorted(_TRACED) == [(rows, VOCAB) for rows in (1, 2, len(ALL))]
 
 
-def test_what_is_left_has_the_same_bits() -> None:
+def test_filtered_logits_have_the_same_bits() -> None:
     vocab = 49152
 
     def left(which: list[int]) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_a_program_of_the_common_samplers_samples_the_same(both_ways: str) -> No
         assert np.array_equal(full, few)
 
 
-def test_only_what_looks_at_the_history_depends_on_it() -> None:
+def test_only_history_stages_depend_on_the_history() -> None:
     seeds = list(range(len(ALL)))
     rows = Run(ALL, seeds, 49152).rows
     x = on_device(logits_of(seeds, 0, 49152), jnp.float32)
@@ -201,7 +201,7 @@ def test_no_history_is_gathered_outside_a_branch(both_ways: str) -> None:
     assert "gather" in str(gathering)
 
 
-def test_rows_and_progress_are_all_that_a_request_needs() -> None:
+def test_request_restarts_from_its_row_and_progress() -> None:
     """Their shapes depend on the vocabulary no more than on the request."""
     shapes = set()
     for fields in ALL:

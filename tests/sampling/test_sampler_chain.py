@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu.sample_layout import Layout
+from jinfer.cpu.sample import SamplerLayout
 from jinfer.ops import sampler_calls
 from jinfer.sampling.sampler import _operands
 from jinfer.sampling.sampler_chain import is_plain, sampler_sets
@@ -21,20 +21,22 @@ def test_the_call_has_names_of_the_tables_in_their_order() -> None:
         assert known == tuple(name for name in table if name in known)
 
 
-def test_operands_are_passed_without_copies_where_the_call_knows_all(
+def test_operands_are_not_copied_if_all_samplers_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler_calls, "layout", lambda: Layout(NUMBERS, COUNTS, SAMPLER_NAMES))
+    monkeypatch.setattr(
+        sampler_calls, "layout", lambda: SamplerLayout(NUMBERS, COUNTS, SAMPLER_NAMES)
+    )
     rows = batch(params(temperature=1.0, top_k=5))
     assert _operands(rows.sampler, rows.progress) == (*rows.sampler, *rows.progress)
     assert sampler_sets() == (SAMPLER_NAMES,)
 
 
-def test_a_sampler_that_the_call_does_not_know_is_left_to_xla(
+def test_unknown_sampler_is_computed_by_xla(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samplers = tuple(name for name in reversed(SAMPLER_NAMES) if name != "top_a")
-    layout = Layout(NUMBERS[::-1], COUNTS[3:], samplers)
+    layout = SamplerLayout(NUMBERS[::-1], COUNTS[3:], samplers)
     monkeypatch.setattr(sampler_calls, "layout", lambda: layout)
     assert sampler_sets() == (
         tuple(name for name in SAMPLER_NAMES if name != "top_a"),

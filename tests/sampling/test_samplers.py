@@ -88,7 +88,7 @@ def test_filters(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_share_of_nothing_keeps_the_first(kind: str) -> None:
+def test_zero_share_keeps_the_likeliest(kind: str) -> None:
     filters = {"top_p": numpy.top_p, "typical_p": numpy.typical_p, "tfs_z": numpy.tfs_z}
     rows = [(only(n, 0), lambda x, f=f: f(x, 1e-30)) for n, f in filters.items()]
     assert_sampler(rows, logits_of(kind, 1))
@@ -107,7 +107,7 @@ def test_temperature(kind: str) -> None:
     assert_sampler(rows, logits_of(kind, 3))
 
 
-def test_a_dynamic_temperature_of_nothing_is_greedy() -> None:
+def test_zero_dynamic_temperature_is_greedy() -> None:
     """Without entropy the temperature is 0 where the range reaches so far."""
     x = logits_of("peaked", 1) * 10
     cold = batch(*(params(seed=i, temperature=0.5, dynatemp_range=0.5) for i in range(16)))
@@ -123,7 +123,7 @@ def test_xtc(kind: str, threshold: float) -> None:
     assert_sampler([(always, lambda x: numpy.xtc(x, threshold))], x)
 
 
-def test_xtc_happens_as_often_as_asked() -> None:
+def test_xtc_has_the_requested_probability() -> None:
     x, count = np.log([0.5, 0.3, 0.2]), 4000
     row = batch(params(seed=3, xtc_probability=0.3, temperature=1.0))
     many = row.repeated(count)
@@ -153,7 +153,7 @@ def test_mirostat(kind: str, mu: float) -> None:
     assert np.isfinite(first).any()
 
 
-def test_mirostat_without_a_slope_keeps_what_may_be_kept() -> None:
+def test_mirostat_of_a_flat_distribution() -> None:
     flat, one = (left(logits_of(kind, 6)[None], batch(params(mirostat=1))) for kind in KINDS[-2:])
     assert np.isfinite(flat).all()
     assert np.isfinite(one).sum() == 1
@@ -174,7 +174,7 @@ def test_mirostat_moves_mu(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_keeps_the_surprise_that_was_asked_for(version: int) -> None:
+def test_mirostat_reaches_the_requested_surprise(version: int) -> None:
     """In 16 answers from a distribution with 6.4 bits of entropy, once mu has settled."""
     rng, tau = np.random.default_rng(8), 4.0
     x = (-0.9 * np.log(np.arange(1.0, VOCAB + 1)))[rng.permutation(VOCAB)]
@@ -184,7 +184,7 @@ def test_mirostat_keeps_the_surprise_that_was_asked_for(version: int) -> None:
     assert abs(np.mean(bits[40:]) - tau) < 0.25
 
 
-def test_mu_of_others_stays() -> None:
+def test_mu_of_rows_without_mirostat_is_unchanged() -> None:
     rows = batch(params(), params(mirostat=2), params(temperature=1.0))
     _, progress = call(*padded(random_logits(9, 3), rows))
     assert (np.asarray(progress.mu)[:3] == 10.0).tolist() == [True, False, True]
@@ -391,7 +391,7 @@ def test_contrastive(alpha: float, seed: int) -> None:
     assert chosen.item() == numpy.contrastive(np.asarray(p[0], float), hidden, past[:7], alpha)
 
 
-def test_contrastive_never_takes_what_is_not_there() -> None:
+def test_contrastive_never_chooses_missing_candidates() -> None:
     p, hidden = on_device([0.0, 0.1, 0.0]), jnp.eye(3)
     past = on_device([[0.0, 1.0, 0.0]])
     assert contrastive_choice(p, hidden, past, jnp.int32(1), jnp.float32(1.0)).item() == 1
@@ -401,7 +401,7 @@ def test_contrastive_never_takes_what_is_not_there() -> None:
 # Orders.
 
 
-def test_the_order_is_the_requests_own() -> None:
+def test_samplers_run_in_the_requests_order() -> None:
     """Two orders of the same samplers, and the default one, in one batch."""
     x, text = logits_of("plain", 30), text_of("few")
     fields: dict[str, Any] = {"temperature": 2.0, "top_p": 0.8, "min_p": 0.05, "seed": 0}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.ops.attention.block_rows import BlockRows
+from jinfer.ops.attention.kv_blocks import BlockRows
 
 # Rows of each part of a model: one on a device, or each of its pipeline stages. An array has
 # [devices * rows, numbers], as each device of a stage has a part of every block.

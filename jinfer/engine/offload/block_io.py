@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.engine.offload.block_bytes import PartRows, rows_of
 from jinfer.engine.runner.step_key import StepKey, StepKind
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.backend import backend
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from jinfer.engine.offload.disk_store import DiskStore
 from jinfer.engine.offload.host_store import HostStore
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 
 if TYPE_CHECKING:
     from jinfer.engine.engine_core import EngineCore

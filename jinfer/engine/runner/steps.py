@@ -18,10 +18,10 @@ from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, mak
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention import block_copies
+from jinfer.ops.attention import kv_blocks
 from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.cpu_library import interrupted
 from jinfer.ops.fusion.weight_pointers import used_arrays
-from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
@@ -317,6 +317,6 @@ def copy_blocks(
     for group in sources:
         in_group = {name: cache[name] for name in cache if model.caches[name].group == group}
         arrays, tree = jax.tree.flatten(in_group)
-        changed = block_copies.copy_blocks(arrays, sources[group], targets[group], count)
+        changed = kv_blocks.copy_blocks(arrays, sources[group], targets[group], count)
         copied |= jax.tree.unflatten(tree, changed)
     return copied

@@ -85,7 +85,7 @@ def mean_square_error(values: np.ndarray, format: QuantFormat) -> float:
     step = max(1, rows.size // _SAMPLE)
     blocks = split_into_blocks(rows[::step], format.block).reshape(-1, format.block)
     blocks = np.resize(blocks, (_SAMPLE // format.block, format.block))  # one program for all
-    rounded = quantize(blocks, format, method="search").dequantize()
+    rounded = quantize(blocks, format, method="mse").dequantize()
     return float(np.square(np.asarray(rounded) - blocks, dtype=np.float64).mean())
 
 
@@ -103,7 +103,7 @@ def _costs(
         return jnp.asarray(stored, jnp.float32)
 
     wanted = {
-        name: each.method == "feedback"
+        name: each.method == "gptq"
         for name, each in plan.storages.items()
         if plan.same[name] in firsts
     }
@@ -140,7 +140,7 @@ def divergence_costs(
     Args:
         read: is called for one layer after the other.
         texts: whose predictions diverge, each [1, tokens].
-        wanted: names of matrices, tables and heads -> whether they get error feedback.
+        wanted: names of matrices, tables and heads -> whether they get GPTQ.
         calibration: what that is computed for, other texts; none: the same, for which it does
             better than for others.
 
@@ -221,7 +221,7 @@ class _Costs:
         run: Callable[[Leaves, Vectors, Texts], Vectors],
         vectors: Sequence[Vectors],
     ) -> tuple[list[Vectors], dict[str, InputStats]]:
-        """Results for each text that feedback is computed for, and the statistics of the inputs."""
+        """Results for each text that GPTQ is computed for, and the statistics of the inputs."""
         tapped = {
             name: record_inputs(leaf, "products") if self._wanted.get(name) else leaf
             for name, leaf in leaves.items()

@@ -1,4 +1,4 @@
-"""GGUF blocks (Q4_0 ... Q6_K, IQ4, MXFP4) repacked losslessly: kept as they are, never decoded.
+"""GGUF blocks (Q4_0 ... Q6_K, IQ4, MXFP4), repacked losslessly without decoding.
 
 A block of a supported type is codes and block numbers in another order. With s and m the integers
 of a part of a block, every type's value is one of `QuantFormat`'s equations, in the same operations
@@ -46,7 +46,7 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class _BlockLayout:
-    """How the blocks of a type are repacked.
+    """Repacking of a type's blocks.
 
     Attributes:
         format: the resulting format.
@@ -64,7 +64,7 @@ class _BlockLayout:
 
 
 def repacked_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
-    """The format of `repacked_tensor`; None if the numbers have to be decoded.
+    """Returns the format of `repacked_tensor`; None if the numbers have to be decoded.
 
     Only MXFP4 requires reading the data: its scales may exceed float16's range.
 
@@ -148,14 +148,14 @@ def repack(
     for begin in range(0, target.outputs, each):
         count = min(each, target.outputs - begin)
         part = slice(begin, begin + count)
-        taken = raw[part if rows is None else rows[part]]
+        selected = raw[part if rows is None else rows[part]]
         tile, sizes = begin // target.rows, (size, _values(type_name))
         words, scales = target.words[tile:], target.scales[tile:]
         steps = None if target.steps is None else target.steps[tile:]
-        if not repack_gguf.repack(type_name, taken, sizes, words, scales, steps):
-            _repack(kind, taken.reshape(-1, size), begin, count, target)
+        if not repack_gguf.repack(type_name, selected, sizes, words, scales, steps):
+            _repack(kind, selected.reshape(-1, size), begin, count, target)
         if rows is None:
-            release(taken)  # so that a large tensor is never in memory twice
+            release(selected)  # avoids a second copy of a large tensor
 
 
 def _repack(
@@ -204,7 +204,7 @@ def _halves(at: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _nibble_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Codes 0-15 in low nibbles, 16-31 in high ones: the words of a column as they are."""
+    """Reads codes 0-15 from low nibbles, 16-31 from high nibbles: unchanged words of a column."""
     return lambda blocks: _field(blocks, at, 4)[:, :, None]
 
 
@@ -281,7 +281,7 @@ type _Field = tuple[int, np.uint32, Sequence[tuple[int, int]]]  # arguments of `
 
 
 def _k_words(bits: int, low: _Field, high: _Field | None = None) -> Callable[..., np.ndarray]:
-    """Codes whose low bits are in one field, and the bits above them in another."""
+    """Combines codes' low bits from one field with the bits above them from another."""
 
     def words(blocks: np.ndarray) -> np.ndarray:
         fours = _pieces(blocks, *low)

@@ -62,7 +62,7 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
         try:
             return native_plan(plan, _entry(plan, progress))
         except NotCached as reason:
-            _say(f"{reason}; weights are quantized without error feedback")
+            _say(f"{reason}; weights are quantized without GPTQ")
             plan = replace(plan, storages=without_gptq(plan.storages))
     if not _takes_long(plan):
         return plan
@@ -100,7 +100,7 @@ def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
         return entry
     if gptq:
         _check_gptq(plan)
-    how = " with error feedback" if gptq else ""
+    how = " with GPTQ" if gptq else ""
     _say(f"weights are quantized{how}, once; they are kept in {folder}")
     leaves = jax.tree.leaves(plan.model.parameters)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -65,7 +65,7 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
         "converted": peak(out) - (out / "model.safetensors").stat().st_size,
     }
     assert max(peaks.values()) < MORE, peaks
-    asked = ("quantization.weights=q4", "quantization.method=search")
+    asked = ("quantization.weights=q4", "quantization.method=mse")
     quantized = peak(whole, *asked) - whole.stat().st_size
     assert quantized < MORE + COMPILER
 

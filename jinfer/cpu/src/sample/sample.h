@@ -10,9 +10,9 @@
 
 namespace jinfer {
 
-// What the stages read of a request and which stages there are, each by its name in jinfer/sampling.
-// Python asks for these names (`jinfer_sampler_layout`) and passes the columns in their order; a stage
-// that is not among them is left to XLA's operations.
+// Columns of a request that the stages read, and the stages, by their names in jinfer/sampling.
+// Python reads these names (`jinfer_sampler_layout`) and passes the columns in their order; XLA's
+// operations compute other stages.
 #define JINFER_SAMPLER_NUMBERS(X)                   \
   X(Temperature, "temperature")                     \
   X(DynatempRange, "dynatemp_range")                \
