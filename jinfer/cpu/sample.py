@@ -25,7 +25,7 @@ class SamplerLayout(NamedTuple):
 
     Attributes:
         numbers, counts: the columns of a request's parameters.
-        samplers: the sampler's samplers; a sampler's number is its index here.
+        samplers: their names; a sampler's number is its index here.
     """
 
     numbers: tuple[str, ...]

@@ -75,11 +75,10 @@ class Reader:
 
 # Sizes end at JAX's 32-bit indices; other numbers stay well inside float32.
 MAX_INDEX = 2**31 - 1
-TINY = 1e-30  # the least number above 0
 Size = Annotated[int, Bounds(1, MAX_INDEX, "from 1 to 2^31 - 1")]
 Count = Annotated[int, Bounds(0, MAX_INDEX, "from 0 to 2^31 - 1")]
 LayerCount = Annotated[int, Bounds(1, 10000)]
-Positive = Annotated[float, Bounds(TINY, 1e30, "above 0")]
+Positive = Annotated[float, Bounds(1e-30, 1e30, "above 0")]
 Fraction = Annotated[float, Bounds(0, 1)]
 NotNegative = Annotated[float, Bounds(0, 1e30, "from 0 on")]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 from jinfer.modelspec.bounded_types import (
     MAX_INDEX,
-    TINY,
     Bounds,
     Fraction,
     Reader,
@@ -41,7 +41,7 @@ Signed = Annotated[float, Bounds(-100, 100)]
 UpTo100 = Annotated[float, Bounds(0, 100)]
 Temperature = Annotated[float, Bounds(0, 1_000_000)]
 Deviations = Annotated[float, Bounds(-1, 1_000_000)]
-Factor = Annotated[float, Bounds(TINY, 100, "above 0, and at most 100")]
+Factor = Annotated[float, Bounds(math.ulp(0.0), 100, "above 0, and at most 100")]
 DryBase = Annotated[float, Bounds(1, 100)]
 Seed = Annotated[int, Bounds(0, 2**64 - 1, "from 0 to 2^64 - 1")]
 CountOrAll = Annotated[int, Bounds(0, MAX_INDEX, "from 0 (all) to 2^31 - 1")]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from jinfer.modelspec.bounded_types import TINY, documentation, union
+from jinfer.modelspec.bounded_types import documentation, union
 from jinfer.modelspec.foreign_names import ForeignField, foreign_fields
 from jinfer.sampling.param_field import ALIASES, Group, Parameter
 from jinfer.sampling.samplers import SELECTABLE
@@ -116,7 +116,7 @@ def _bound(field: dict[str, Any], parameter: Parameter) -> None:
     if (bounds := parameter.bounds) is None:
         return
     low = -1 if parameter.minus_one else bounds.low
-    minimum = {"exclusiveMinimum": 0} if low == TINY else {"minimum": low}
+    minimum = {"exclusiveMinimum": 0} if 0 < low < 1e-20 else {"minimum": low}
     for item in field.get("anyOf", ()):
         if item.get("type") in ("integer", "number"):
             item |= {**minimum, "maximum": bounds.high}
