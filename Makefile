@@ -66,7 +66,7 @@ wheel: $(VENV)/installed-dev
 	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
 	"$(BIN)/python" -m pip install --quiet --no-deps --target "$$copy/oldest" "$(JAXLIB)" && \
 	mkdir "$$copy/source" && \
-	cp -R pyproject.toml setup.py README.md LICENSE docs jinfer kernels_pallas specs tools "$$copy/source" && \
+	cp -R pyproject.toml setup.py README.md LICENSE docs jinfer kernels_pallas specs "$$copy/source" && \
 	find "$$copy/source" -name __pycache__ -prune -exec rm -rf {} + && \
 	JINFER_PREBUILT="$$copy/oldest/jaxlib/include" "$(BIN)/python" -m pip wheel \
 	  --no-build-isolation --no-deps --no-cache-dir --wheel-dir dist "$$copy/source"

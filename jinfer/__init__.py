@@ -7,8 +7,7 @@ if TYPE_CHECKING:
     from jinfer.api.async_llm import AsyncLLM
     from jinfer.api.llm import LLM
     from jinfer.api.user_errors import USER_ERRORS
-    from jinfer.engine.output.generation import Chunk, Completion, Usage
-    from jinfer.engine.output.token_logprob import TokenLogprob
+    from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
     from jinfer.engine.requests import EngineError, NotFiniteError, RequestError
     from jinfer.loader.adapters.control_vectors import read_control_vector
     from jinfer.sampling.activation_edits import Edit, Steer
@@ -22,16 +21,16 @@ _HOMES = {
     "LLM": "jinfer.api.llm",
     "USER_ERRORS": "jinfer.api.user_errors",
     "AsyncLLM": "jinfer.api.async_llm",
-    "Chunk": "jinfer.engine.output.generation",
-    "Completion": "jinfer.engine.output.generation",
+    "Chunk": "jinfer.engine.output.completion",
+    "Completion": "jinfer.engine.output.completion",
     "Edit": "jinfer.sampling.activation_edits",
     "EngineError": "jinfer.engine.requests",
     "NotFiniteError": "jinfer.engine.requests",
     "RequestError": "jinfer.engine.requests",
     "SamplingParams": "jinfer.sampling.sampling_params",
     "Steer": "jinfer.sampling.activation_edits",
-    "TokenLogprob": "jinfer.engine.output.token_logprob",
-    "Usage": "jinfer.engine.output.generation",
+    "TokenLogprob": "jinfer.engine.output.completion",
+    "Usage": "jinfer.engine.output.completion",
     "__version__": "jinfer.version",
     "read_control_vector": "jinfer.loader.adapters.control_vectors",
 }
@@ -59,7 +58,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'jinfer' has no attribute {name!r}")
-        from jinfer.runtime.startup import gc_spared
+        from jinfer.startup.imports import gc_spared
 
         with gc_spared():
             value = getattr(import_module(_HOMES[name]), name)

@@ -16,8 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     # Slow imports are here, where Ctrl-C is handled.
     from jinfer.progress import take_warnings, task
-    from jinfer.runtime.interrupts import interrupts_raised
-    from jinfer.runtime.startup import importing
+    from jinfer.startup.imports import importing, interrupts_raised
 
     with interrupts_raised():
         from jinfer.cli.terminal.generate_flags import make_parser

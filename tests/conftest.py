@@ -210,7 +210,7 @@ def _weights_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
     folder = tmp_path_factory.mktemp("cache") / "weights"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_cache, "_place", lambda: folder)
+        patch.setattr(quantized_cache, "cache_folder", lambda name: folder)
         yield
 
 

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"markup", "progress", "runtime"},
+    {"disk_cache", "html", "progress", "startup"},
     KERNELS,
-    {"guard", "matmul_precision", "version"},
+    {"sandbox", "matmul_precision", "version"},
     {"modelspec", "tokenizer"},
     {"quant", "template"},
     {"ops"},
@@ -32,11 +32,11 @@ LEVELS = [
     {"api"},
     {"jinfer", "views"},
     {"cli"},
-    {"server", "generate", "serve", "client", "tools", "__main__"},
+    {"server", "generate", "serve", "client", "look", "tools", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Who has the plain references that stand beside kernels.
-USERS = {"loader", "ops", "quant", "tools"}
+USERS = {"loader", "ops", "quant", "cli", "tools"}
 
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
@@ -55,7 +55,6 @@ JAX_UNITS = {
     "ops",
     "parallel",
     "quant",
-    "runtime",
     "sampling",
     "speculate",
     "tools",
@@ -69,7 +68,13 @@ PRIVATE_JAX = {
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
     "jinfer/ops/cpu_library.py": "whether XLA has started",
-    "jinfer/runtime/executable.py": "calls without JAX's dispatch",
+    "jinfer/engine/runner/executable.py": "calls without JAX's dispatch",
+}
+
+# Modules that name others in strings, which are imported later, and why.
+NAMES_IN_STRINGS = {
+    "jinfer/cli/command_registry.py": "a command is imported when it runs",
+    "jinfer/cli/prog_name.py": "the name of the module that runs is compared, not imported",
 }
 
 MAX_LINES = 600
@@ -79,7 +84,6 @@ MAX_FLOORS = 12
 MAX_FILES = 25  # modules in a folder of jinfer/server
 # Packages whose sub-folders import each other, and why.
 FOLDER_CIRCLES = {
-    "jinfer.engine": "offload copies blocks of the engine, which owns it",
     "kernels_pallas": "ptx assembles the unpacking of codes, and matmul calls it",
 }
 # Folders in which a file of the same name has the same subject.
@@ -171,6 +175,28 @@ def direction_offences(root: Path) -> list[str]:
     except graphlib.CycleError as error:
         offences.append("a circle: " + " -> ".join(error.args[1]))
     return offences
+
+
+def names_in_strings(root: Path) -> dict[str, list[str]]:
+    """Modules that name, in a string, a module of a unit that they may not import."""
+    names = {".".join(dotted_name(root, path)) for path in source_files(root)}
+    found: dict[str, list[str]] = {}
+    for path in source_files(root):
+        importer, file = unit_of(root, dotted_name(root, path)), str(path.relative_to(root))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if not re.fullmatch(r"\w+(\.\w+)+", node.value):
+                continue
+            parts = re.sub(r"^jinfer\.tools\b", "tools", node.value).split(".")
+            name = next((n for n in (parts, parts[:-1]) if ".".join(n) in names), None)
+            named = unit_of(root, name) if name else None
+            if importer is None or named is None or named == importer:
+                continue
+            forbidden = named in KERNELS and importer not in USERS
+            if forbidden or LEVEL_OF.get(named, 0) > LEVEL_OF.get(importer, 0):
+                found.setdefault(file, []).append(f"{file}:{node.lineno}: names {node.value}")
+    return found
 
 
 def module_graph(root: Path) -> dict[str, set[str]]:
@@ -335,8 +361,5 @@ def unwanted_text(root: Path, names: list[str]) -> list[str]:
 def unlisted_packages(root: Path) -> list[str]:
     """Folders with code that pyproject.toml does not name, and would be missing from a wheel."""
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {
-        re.sub(r"^tools\b", "jinfer.tools", ".".join(path.parent.relative_to(root).parts))
-        for path in source_files(root)
-    }
-    return sorted(folders - set(listed))
+    folders = {".".join(path.parent.relative_to(root).parts) for path in source_files(root)}
+    return sorted(folders - set(listed) - {"tools"})

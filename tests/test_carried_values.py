@@ -59,11 +59,11 @@ def test_bits_do_not_depend_on_chunks(spec: Path, llm: LLM) -> None:
 
 def test_weights_that_uses_share_are_loaded_once(llm: LLM) -> None:
     engine = llm.session.engine
-    found = dict(zip(engine.model.names, engine.parameters, strict=True))
+    found = dict(zip(engine.runner.model.names, engine.runner.parameters, strict=True))
     assert found["decoder.0.attn.q.weight"] is found["decoder.4.attn.q.weight"]
     assert found["decoder.0.lora_up.weight"] is not found["decoder.4.lora_up.weight"]
     assert "decoder.4.attn.k.weight" not in found
-    assert not {"decoder.4.attn", "decoder.5.attn"} & engine.model.caches.keys()
+    assert not {"decoder.4.attn", "decoder.5.attn"} & engine.runner.model.caches.keys()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.modelspec.view.model_svg import draw_model
-from tools.match_checkpoint import describe
 
 ROOT = Path(__file__).parents[1]
 

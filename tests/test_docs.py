@@ -27,7 +27,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.cli import main
-from jinfer.cli.command_registry import COMMANDS
+from jinfer.cli.entry_point import COMMANDS
 from jinfer.cpu import build_library
 from jinfer.loader.open_model import open_files
 from jinfer.server.http.server_settings import ModelSource
@@ -48,8 +48,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # What cannot be run here, and why; of these the arguments are parsed.
 NOT_RUN = {
     "jinfer pull qwen3_0.6b": "fetches from a hub",
-    "jinfer bench kernels": "needs a GPU",
-    "jinfer bench programs": "needs a GPU",
+    "python -m tools.bench_kernels": "needs a GPU",
+    "python -m tools.bench_programs": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make gpu": "needs a GPU",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
@@ -83,7 +83,6 @@ NOT_RUN = {
 # What takes long is run with the other tests that do.
 SLOW = {
     "python -m jinfer.cpu",
-    "jinfer bench partition --memory",
     "jinfer chat spec.toml --set quantization.weights=q3.5 --set quantization.kv_cache=q8",
     "jinfer bench cpu MODEL.gguf",
     "jinfer bench cpu MODEL.gguf --beside CHECKOUT",
@@ -91,8 +90,7 @@ SLOW = {
     "jinfer bench speculate smollm2_135m_instruct",
     "jinfer bench speculate MODEL.gguf --accuracy 0 0.8 0.9 --nodes 0 4 8 16 --tokens 192 "
     "--rounds 3",
-    "jinfer bench models made.gguf --shape 1.1b",
-    "jinfer bench partition MODEL.gguf --processes 2 --rounds 5",
+    "python -m tools.bench_models made.gguf --shape 1.1b",
     "jinfer quality SOURCE --text text.txt",
 }
 ELSEWHERE = {
@@ -246,7 +244,7 @@ def test_no_command_is_silent_for_more_than_a_second(
 ) -> None:
     """The first time, on a terminal, where only the custom calls were compiled before."""
     library = build_library.library_path()
-    kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
+    kept = shutil.copytree(library.parent, tmp_path / "libraries" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
     heard = listen(shlex.split(asked), "/exit\n", folder, JINFER_CACHE=str(tmp_path))
@@ -255,9 +253,14 @@ def test_no_command_is_silent_for_more_than_a_second(
 
 
 def test_nothing_that_is_printed_needs_a_checkout() -> None:
-    """An installation has no folder of specifications or tools, but names and commands."""
-    checkout = re.compile(r"\bspecs/(?!families|small\b)|python -m (tools|jinfer\.(gen|ser|cli))")
+    """An installation has no folder of specifications or tools, but names and commands.
+
+    Pages of measurements name scripts of the source tree, with which they were made.
+    """
+    checkout = re.compile(r"\bspecs/(?!families|small\b)|python -m jinfer\.(gen|ser|cli)")
     assert [each.id for each in ALL if checkout.search(each.text)] == []
+    scripts = {each.page for each in ALL if "python -m tools" in each.text}
+    assert scripts <= {"benchmarks.md", "kernels.md", "partition.md"}
 
 
 @pytest.mark.parametrize(

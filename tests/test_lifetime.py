@@ -66,14 +66,14 @@ def test_a_closed_model_says_so(ids: list[int]) -> None:
             use()
     llm.close()
     assert repr(llm).startswith("LLM(llama2")
-    assert not llm._engine.leaves
+    assert not llm._engine.runner.leaves
 
 
 def test_a_model_that_was_never_used_gives_its_weights_back(ids: list[int]) -> None:
     llm = LLM(LLAMA2)
     engine = llm._engine
     del llm
-    assert comes(lambda: not engine.leaves)
+    assert comes(lambda: not engine.runner.leaves)
 
 
 def test_a_loaded_model_lets_its_file_go() -> None:
@@ -93,7 +93,7 @@ def test_a_forgotten_model_ends_its_thread(ids: list[int]) -> None:
     try:
         del llm
         assert comes(lambda: engines() == 0)
-        assert comes(lambda: not engine.leaves)
+        assert comes(lambda: not engine.runner.leaves)
     finally:
         gc.enable()
 

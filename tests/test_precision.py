@@ -41,7 +41,7 @@ def products(traced: Any) -> Iterator[Any]:
 def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", "all")
     with LLM(GOLDENS / name, dtype="float32") as llm:
-        made = llm.session.engine.programs
+        made = llm.session.engine.runner.programs
         programs = CompiledPrograms(made.model, made.sizes)
         with target_platform("gpu"):
             function, _, arguments = programs.step_function(StepKey("logits", 8, 1))

@@ -26,7 +26,7 @@ def test_a_model_sleeps() -> None:
     with LLM(GOLDENS / "llama2", dtype="float32", engine={"slots": 2}) as llm:
         before = llm.generate(IDS, **GREEDY)[0].token_ids
         compiled, awake = llm.compilations, arrays()
-        weights = sum(one.nbytes for one in llm.session.engine.weights)
+        weights = sum(one.nbytes for one in llm.session.engine.runner.weights)
         llm.sleep()
         assert llm.is_sleeping
         assert arrays() < awake  # the KV cache
@@ -34,7 +34,7 @@ def test_a_model_sleeps() -> None:
             with pytest.raises(RequestError, match=r"the model sleeps; wake it with wake_up\(\)"):
                 refused()
         llm.sleep(level=2)  # deeper
-        assert not llm.session.engine.leaves
+        assert not llm.session.engine.runner.leaves
         assert arrays() <= awake - weights
         llm.wake_up()
         llm.wake_up()  # nothing happens
@@ -44,8 +44,8 @@ def test_a_model_sleeps() -> None:
         # As on a device with a memory of its own: the weights go through the host's.
         llm.sleep()
         engine = llm.session.engine
-        llm.session.weights_at_host = tuple(np.asarray(leaf) for leaf in engine.weights)
-        engine.leaves = ()
+        llm.session.weights_at_host = tuple(np.asarray(leaf) for leaf in engine.runner.weights)
+        engine.runner.leaves = ()
         llm.wake_up()
         assert llm.generate(IDS, **GREEDY)[0].token_ids == before
         with pytest.raises(RequestError, match="a level of sleep is 3; allowed: 1, 2"):

@@ -10,6 +10,7 @@ from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import (
     families,
     format_table,
+    model_specs,
     read_toml,
     specs_folder,
     with_families,
@@ -18,7 +19,7 @@ from jinfer.template import ChatTemplate, PromptTemplate
 from jinfer.tokenizer import load_tokenizer
 from tests.modelspec.cases import cases
 
-SPECS = sorted(specs_folder().glob("*.toml"))
+SPECS = [*model_specs().values()]
 # One repository's files of several models, or several specifications of one model.
 HUB = re.compile(r"hf://[\w.-]+/[\w.-]+(/[\w./-]+\.(gguf|bin))?")
 

@@ -12,6 +12,7 @@ from tests.structure import (
     MAX_FILES,
     MAX_FLOORS,
     MAX_LINES,
+    NAMES_IN_STRINGS,
     PRIVATE_JAX,
     ROOT,
     circles,
@@ -21,6 +22,7 @@ from tests.structure import (
     floors,
     folder_circles,
     forbidden_imports,
+    names_in_strings,
     private_jax,
     shared_names,
     size_offences,
@@ -43,8 +45,7 @@ def tree(tmp_path: Path) -> Path:
         "jinfer/ops.py": "import kernels_pallas.matmul\n",
         "kernels_pallas/matmul.py": "import jax\n",
         "tools/bench.py": "import torch\nfrom jinfer import LLM\n",
-        "pyproject.toml": "tool.setuptools.packages = "
-        '["jinfer", "jinfer.nn", "jinfer.tools", "kernels_pallas"]\n',
+        "pyproject.toml": 'tool.setuptools.packages = ["jinfer", "jinfer.nn", "kernels_pallas"]\n',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +139,15 @@ def test_floors_are_counted(tree: Path) -> None:
     assert floors(tree) == {**expected, "tools": 7}
 
 
+def test_module_named_in_a_string_is_found(tree: Path) -> None:
+    (tree / "jinfer/ops.py").write_text('table = {1: "jinfer.nn.norm.rms", 2: "jinfer.ops"}\n')
+    assert names_in_strings(tree) == {
+        "jinfer/ops.py": ["jinfer/ops.py:1: names jinfer.nn.norm.rms"]
+    }
+    (tree / "jinfer/ops.py").write_text('"""See `jinfer.nn.norm`."""\n')
+    assert names_in_strings(tree) == {}
+
+
 def test_shared_name_is_found(tree: Path) -> None:
     assert shared_names(tree) == []
     (tree / "tools/rope.py").write_text("")
@@ -178,6 +188,10 @@ def test_unwanted_text_is_found(tmp_path: Path, line: str) -> None:
 
 def test_imports_go_one_way() -> None:
     assert direction_offences(ROOT) == []
+
+
+def test_strings_name_modules_below() -> None:
+    assert names_in_strings(ROOT).keys() <= NAMES_IN_STRINGS.keys()
 
 
 def test_modules_import_in_no_circle() -> None:

@@ -14,6 +14,7 @@ import packaging.tags
 import pytest
 
 from jinfer.cpu import build_library
+from jinfer.modelspec.spec_files import model_specs
 from tests.cpu.helpers import copying_compiler
 
 with_library = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
@@ -24,7 +25,6 @@ INSTALLED = {
     "jinfer": "jinfer",
     "kernels_pallas": "kernels_pallas",
     "specs": "jinfer/specs_data",
-    "tools": "jinfer/tools",
 }
 KINDS = (
     ".py",
@@ -91,7 +91,7 @@ def test_every_file_is_in_it(wheel: Path) -> None:
         if folder != "docs" or path.parent.name == "docs"  # notebooks stay behind
     }
     assert names == wanted
-    assert {"jinfer/py.typed", "jinfer/tools/inspect.py", "jinfer/cpu/__init__.py"} <= names
+    assert {"jinfer/py.typed", "jinfer/cli/entry_point.py", "jinfer/cpu/__init__.py"} <= names
     assert "jinfer/cpu/src/linear/linear.cc" in names
     assert {f"jinfer/server/page/assets/{name}" for name in ("index.html", "main.js")} <= names
     assert "jinfer/specs_data/families/llama.toml" in names
@@ -109,7 +109,7 @@ def test_a_wheel_of_a_system_has_the_custom_calls_too(wheel: Path, tmp_path: Pat
     name = re.fullmatch(r"jinfer-[\d.]+-py3-none-(\w+)\.whl", built.name)
     assert name is not None
     assert name[1] in {tag.platform for tag in packaging.tags.sys_tags()}
-    made = {"libjinfer_cpu.so", "made_from.json", "sha256"}
+    made = {"libjinfer_cpu.so", "made_from.json", "digest"}
     assert files(built) == files(wheel) | {f"jinfer/cpu/prebuilt_library/{n}" for n in made}
 
 
@@ -167,7 +167,7 @@ def test_it_is_the_wheel_that_runs(installation: Installation) -> None:
 def test_models_are_listed(installation: Installation) -> None:
     lines = installation.run("jinfer", "list").splitlines()
     names = [line.split()[0] for line in lines[1:-2]]
-    assert sorted(names) == sorted(path.stem for path in (ROOT / "specs").glob("*.toml"))
+    assert sorted(names) == sorted(model_specs())
     (demo,) = (line.split() for line in lines if line.startswith("smollm2_135m_instruct "))
     assert demo[3] == "135M"
 
@@ -184,7 +184,7 @@ def test_a_model_answers_by_its_name(installation: Installation) -> None:
 def test_tools_are_there(installation: Installation) -> None:
     said = installation.run("jinfer", "inspect", "smollm2_135m_instruct")
     assert "Every parameter has its tensor, and every tensor its place." in said
-    assert installation.run("python", "-m", "jinfer.tools.inspect", "smollm2_135m_instruct") == said
+    assert installation.run("python", "-m", "jinfer", "inspect", "smollm2_135m_instruct") == said
     assert "usage: jinfer quantize " in installation.run("jinfer", "quantize", "--help")
     model = ("smollm2_135m_instruct", "--rounds", "1", "--only", "decode1")
     assert "| decode 1 |" in installation.run("jinfer", "bench", "cpu", *model)

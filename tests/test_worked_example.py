@@ -13,8 +13,8 @@ import pytest
 
 import jinfer.modelspec.spec_files
 from jinfer import LLM
+from jinfer.cli.inspect.inspect_checkpoint import main
 from jinfer.modelspec.spec_files import specs_folder
-from tools.inspect import main
 
 from .families import gptj
 from .families.tiny import close
@@ -84,7 +84,7 @@ def test_every_command_prints_what_the_page_shows(
     holds(printed(last, capsys), shown)
 
 
-def test_the_hybrid_is_drafted_compared_and_corrected(
+def test_the_hybrid_is_proposed_compared_and_corrected(
     newcomer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (newcomer / "specs" / "families" / "nemotron_h.toml").unlink()

@@ -1,4 +1,1 @@
-"""Developer tools for checkpoints and benchmarks; the engine does not need them.
-
-An installation has this folder as the package `jinfer.tools`.
-"""
+"""Scripts for maintainers: benchmarks of kernels and programs, checks on a GPU."""

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
+from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
 from kernels_pallas import (
@@ -41,8 +41,6 @@ from kernels_pallas import (
     matmul,
 )
 from kernels_pallas.attention.kv_layout import TOKENS
-
-from .run_main import run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default
@@ -61,7 +59,7 @@ SHAPES = {  # outputs, inputs
 }
 ROWS = (1, 8, 64, 512)
 CACHES = (*FLOAT_DTYPES, *FORMATS)
-# Sequences that decode a token each, and tokens of a prompt beside them.
+# Sequences that decode a token each, and tokens of a prompt in the same batch.
 ATTENTION_BATCHES = ((1, 0), (4, 0), (16, 0), (0, 8), (0, 512), (8, 504))
 _STACK_BYTES = 1 << 30
 _REPEATS = 5
@@ -230,16 +228,16 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Times the kernels of a GPU, beside its memory and its tensor cores.",
+        description="Times GPU kernels, and compares them with the memory and the tensor cores.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
@@ -261,7 +259,7 @@ def check_gpu() -> None:
 
 
 def write(file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes all results as JSON, if a file was named."""
+    """Write all results as JSON, if a file was named."""
     if file:
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

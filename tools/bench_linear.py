@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.matmul.matmul import linear
 from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty_tensor
-
-from .run_main import run, write_json
 
 _SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
 _BYTES = 256 << 20  # of all matrices of a shape
@@ -69,19 +68,26 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table, and writes it as JSON if asked; returns the exit status."""
+    """Print a table, and optionally write it as JSON; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Measures products with quantized matrices, by width, shape and rows.",
+        description="Measures quantized matmuls by width, shape and rows.",
     )
     add = parser.add_argument
-    add("--formats", type=_list(_format), default="q4,q8,q3.5", help="such as q4,q3.5_b64_sym")
+    add(
+        "--formats",
+        type=_list(_format),
+        default="q4,q8,q3.5",
+        help="formats, such as q4,q3.5_b64_sym",
+    )
     add("--shapes", type=_list(_shape), default=_SHAPES, help="outputs x inputs")
-    add("--rows", type=_list(_count), default="1,8,512", help="of the other factor")
-    add("--mode", default="int8", choices=["int8", "int16", "float"], help="of the other factor")
-    add("--seconds", type=float, default=0.5, help="of each measurement")
-    add("--most", type=_count, default=64, help="matrices of a shape")
-    add("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
+    add("--rows", type=_list(_count), default="1,8,512", help="rows of the activations")
+    add(
+        "--mode", default="int8", choices=["int8", "int16", "float"], help="type of the activations"
+    )
+    add("--seconds", type=float, default=0.5, help="seconds per measurement")
+    add("--most", type=_count, default=64, help="max matrices of a shape")
+    add("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     return run(_run, parser.parse_args(arguments))
 
 

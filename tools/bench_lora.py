@@ -1,7 +1,7 @@
 """LoRA benchmark: `python -m tools.bench_lora MODEL.gguf [--json FILE]`.
 
 Decoding with adapters of random numbers in all projections, and with room for them that no request
-uses, beside the same model without room. All three are in one process and take turns; a ratio is
+uses, against the same model without room. All three are in one process and take turns; a ratio is
 the median of the rounds' ratios.
 """
 
@@ -20,12 +20,11 @@ import numpy as np
 
 from jinfer import LLM, SamplingParams
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import overrides_of, run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.open_model import open_files
 from jinfer.modelspec.toml_tables import merge
-
-from .run_main import overrides_of, run, write_json
 
 PLAIN, UNUSED, USED = "plain", "unused", "used"
 _PROMPT = 4  # tokens
@@ -67,7 +66,7 @@ def rate(llm: LLM, adapters: Sequence[str | None], tokens: int) -> float:
 def _measure(options: argparse.Namespace) -> int:
     path = open_files(options.source, {}).weights
     if open_checkpoint(path).format != "gguf":
-        raise CheckpointError(path, "is no GGUF file; write one with jinfer bench models")
+        raise CheckpointError(path, "is no GGUF file; write one with tools/bench_models.py")
     room = {"engine": {"max_adapters": options.adapters, "max_adapter_rank": options.rank}}
     given = merge({"engine": {"context": 512}}, overrides_of(options.set))
     names = [f"adapter{number}" for number in range(options.adapters)]
@@ -106,19 +105,19 @@ def _line(streams: int, rounds: Sequence[dict[str, float]]) -> dict[str, object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each number of streams; returns the exit status."""
+    """Print a line for each number of streams; return the exit status."""
     parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures what LoRA adapters cost."
+        prog=prog_of_module(__spec__.name), description="Measures the cost of LoRA adapters."
     )
     add = parser.add_argument
     add("source", help="a .gguf, or a model whose weights are one")
-    add("--adapters", type=int, default=4, help="that the streams take in turn")
-    add("--rank", type=int, default=16, help="of each")
-    add("--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="answers at a time")
-    add("--tokens", type=int, default=48, help="of an answer")
+    add("--adapters", type=int, default=4, help="number of adapters; streams take them in turn")
+    add("--rank", type=int, default=16, help="rank of the adapters")
+    add("--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="concurrent answers")
+    add("--tokens", type=int, default=48, help="tokens per answer")
     add("--rounds", type=int, default=9)
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write all figures there")
+    add("--json", metavar="FILE", help="also write all figures as JSON")
     return run(_measure, parser.parse_args(arguments))
 
 

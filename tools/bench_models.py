@@ -14,15 +14,13 @@ from typing import Any, Protocol
 
 import gguf
 import numpy as np
-from gguf.quants import QuantError, quantize
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish, packed_rows
+from jinfer.cli.run_command import check_writable, run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.open_model import open_files
-
-from .output_files import check_writable
-from .run_main import run
 
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64
@@ -212,7 +210,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def convert(source: Path, out: Path, type_name: str) -> None:
-    """Rewrites a GGUF file with all its matrices in one type."""
+    """Rewrite a GGUF file with all its matrices in one type."""
     checkpoint = open_checkpoint(source)
     writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
     copy_metadata(writer, checkpoint.metadata)
@@ -222,7 +220,7 @@ def convert(source: Path, out: Path, type_name: str) -> None:
 
 
 def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
-    """Writes a model of random weights, with the tokenizer of another GGUF file."""
+    """Write a model of random weights, with the tokenizer of another GGUF file."""
     metadata = open_checkpoint(tokenizer).metadata
     writer = gguf.GGUFWriter(out, shape.architecture)
     words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
@@ -240,7 +238,7 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
             continue
         rows = rng.standard_normal((_MADE_UP_ROWS, size[-1]), np.float32) * np.float32(deviation)
         kind = gguf.GGMLQuantizationType[type_name]
-        packed = _packed(name, rows, type_name)
+        packed = packed_rows(name, rows, type_name)
         values = experts.get(size)
         if values is None:
             values = np.resize(packed, (*size[:-1], packed.shape[1]))
@@ -250,72 +248,23 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
     finish(writer)
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
-    """Adds a tensor: a matrix in the type, a vector in float32."""
-    if values.ndim == 1:
-        writer.add_tensor(name, values)
-        return
-    kind = gguf.GGMLQuantizationType[type_name]
-    writer.add_tensor(name, _packed(name, values, type_name), raw_dtype=kind)
-
-
-def _packed(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
-    try:
-        return quantize(values, gguf.GGMLQuantizationType[type_name])
-    except QuantError:
-        reason = f"rows of {values.shape[-1]} are no whole blocks of {type_name}"
-        raise CheckpointError(name, reason) from None
-
-
-def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Copies another file's metadata, except what the writer sets itself."""
-    for key, value in metadata.items():
-        if key not in ("general.architecture", "general.file_type") and key[:5] != "GGUF.":
-            _add(writer, key, value)
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Adds a metadata value, in the type it was read as."""
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else list(value))
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file, which is renamed to its final name when complete."""
-    out = Path(writer.path or "")
-    part = out.with_name(f".{out.name}.part")
-    try:
-        writer.write_header_to_file(part)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Writes a .gguf to measure with, all its matrices in one type.",
+        description="Writes a .gguf for benchmarks, with all matrices in one type.",
     )
     add = parser.add_argument
     add("out", type=Path, help="the .gguf to write")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--source", help="real weights: a .gguf, or a model whose weights are one")
-    which.add_argument("--shape", choices=SHAPES, help="made-up weights of this size")
-    add("--type", choices=TYPES, default="Q4_0", help="of all matrices (Q4_0)")
-    add("--tokenizer", metavar="SOURCE", help=f"of made-up weights: a .gguf's ({_WORDS})")
+    which.add_argument("--shape", choices=SHAPES, help="random weights of this size")
+    add("--type", choices=TYPES, default="Q4_0", help="type of all matrices (Q4_0)")
+    add(
+        "--tokenizer",
+        metavar="SOURCE",
+        help=f"a .gguf with the tokenizer for random weights ({_WORDS})",
+    )
     return run(_run, parser.parse_args(arguments))
 
 

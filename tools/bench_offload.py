@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run
 from jinfer.loader.checkpoint import CheckpointError
 
 from .bench_kernels import write
-from .run_main import run
 
 PROMPT = 150  # tokens
 ANSWER = 64
@@ -73,7 +73,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
     _, took = answers(rows[2 * TOGETHER :])
     _, alone = answers(rows[-1:])
     stats = jax.devices()[0].memory_stats() or {}
-    plan = getattr(llm.session.engine.programs.pipeline, "memory", "")
+    plan = getattr(llm.session.engine.runner.programs.pipeline, "memory", "")
     llm.close()
     return {
         "tokens": [*first, *several],
@@ -122,12 +122,12 @@ def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str,
             print(f"{name:<34} {row['error']}", flush=True)
         else:
             row["equal"] = tokens == expected
-            said = "equal" if row["equal"] else "OTHER TOKENS"
+            verdict = "equal" if row["equal"] else "OTHER TOKENS"
             started = f"first answer after {row['first_answer_seconds']:.0f} s"
             print(
                 f"{name:<34} {row['tokens_per_second']:8.1f} tokens/s, {TOGETHER} together "
                 f"{row['tokens_per_second_together']:8.1f}, {row['bytes_in_use'] / 2**20:8.0f} MiB "
-                f"on the device, {started}, {said}",
+                f"on the device, {started}, {verdict}",
                 flush=True,
             )
         found[name] = row
@@ -136,14 +136,18 @@ def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
         prog=prog_of_module(__spec__.name),
         description="Compares splits between a GPU and its host with the GPU alone.",
     )
     parser.add_argument("source", help="a model")
-    parser.add_argument("--dtype", default="float32", help="float32: tokens are to be equal")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="type of the computation (float32, in which tokens must be equal)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--split", help=argparse.SUPPRESS)
     return run(_run, parser.parse_args(arguments))
 

@@ -4,9 +4,8 @@ For each split: weights and communication of its devices, latency of one sequenc
 all requests. Virtual devices of one CPU share its cores, so for these only communication,
 computation and the overlap of stages are reported.
 
-`--processes 2` compares one process with jobs of several that share its cores, each bound to its
-own, and with the cost model's prediction. `--predict` measures nothing: it asks the cost model for
-the best split of well-known models on 1 to 64 devices.
+`--predict` measures nothing: it prints the best split of well-known models on 1 to 64 devices as
+the cost model estimates it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ import jax
 import numpy as np
 
 from jinfer import LLM, SamplingParams
+from jinfer.cli.inspect.inspect_partition import PlanView, view
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import overrides_of, run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.html.svg_drawing import svg
 from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.cost_model import (
     HARDWARE,
@@ -36,17 +38,60 @@ from jinfer.parallel.cost_model import (
 from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.timeline import StageCall, Timeline, overlap_fraction
 
-from .bench_process_splits import compare
-from .bench_split_worker import work
-from .inspect_partition import PlanView, view
-from .known_shapes import SHAPES
-from .memory_examples import to_text as to_plans
-from .perplexity import parse_flat
-from .run_main import overrides_of, run, write_json
-
 _PROMPT = 32  # tokens
 _COUNTS = (1, 2, 4, 8)
 _COLOURS = ("#3d5a80", "#c8553d", "#7fa677", "#b8a468", "#6b8fb5", "#8a5a83", "#588157", "#5c636d")
+
+
+@dataclass(frozen=True)
+class KnownShape:
+    """A Llama-like decoder, or a mixture of experts with its attention.
+
+    Attributes:
+        layers, hidden, heads, kv_heads, head_dim, inner, vocab: its sizes.
+        experts, chosen: 1 for a dense model.
+        matrices: of a feed-forward: 3 if gated.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    experts: int = 1
+    chosen: int = 1
+    matrices: int = 3
+
+    def work(self, bits: float) -> ModelCost:
+        """Its cost with weights of so many bits, and 16 for everything else."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        expert = self.matrices * self.hidden * self.inner
+        rest = 2 * self.vocab * self.hidden
+        whole = self.layers * (attention + self.experts * expert) + rest
+        active = self.layers * (attention + self.chosen * expert) + rest / 2
+        return ModelCost(
+            weights=whole * bits / 8,
+            active=active * bits / 8,
+            parameters=active,
+            layers=self.layers,
+            hidden=2 * self.hidden,
+            vocab=4 * self.vocab,
+            cache=4 * self.layers * self.kv_heads * self.head_dim,
+            kv_heads=self.kv_heads,
+            tables=rest / 2 * bits / 8,
+        )
+
+
+SHAPES = {
+    "Llama-2-7B": KnownShape(32, 4096, 32, 32, 128, 11008, 32000),
+    "Llama-2-13B": KnownShape(40, 5120, 40, 40, 128, 13824, 32000),
+    "Yi-34B": KnownShape(60, 7168, 56, 8, 128, 20480, 64000),
+    "Falcon-40B": KnownShape(60, 8192, 128, 8, 64, 32768, 65024, matrices=2),
+    "Mixtral-8x7B": KnownShape(32, 4096, 32, 8, 128, 14336, 32000, experts=8, chosen=2),
+    "Llama-2-70B": KnownShape(80, 8192, 64, 8, 128, 28672, 32000),
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +117,7 @@ class SplitResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -83,19 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
     add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
-    add("--requests", type=int, default=8, help="at a time (8)")
-    add("--tokens", type=int, default=32, help="of each answer (32)")
+    add("--requests", type=int, default=8, help="concurrent requests (8)")
+    add("--tokens", type=int, default=32, help="tokens per answer (32)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--processes", type=int, metavar="N", help="on its share of the cores each, beside one")
-    add("--rounds", type=int, default=5, metavar="N", help="of --processes, in turns (5)")
     add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
     add("--json", metavar="FILE", help="write the figures as JSON")
-    add("--predict", action="store_true", help="ask the cost model; nothing is measured")
-    add("--memory", action="store_true", help="what of 34B and 40B goes where on a card of 24 GB")
-    add("--bits", default="q3.5", help="of the weights of --memory (q3.5)")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
-    add("--coordinator", help=argparse.SUPPRESS)
-    add("--process", help=argparse.SUPPRESS)
+    add(
+        "--predict",
+        action="store_true",
+        help="print the cost model's estimates, without a run",
+    )
     return parser
 
 
@@ -103,14 +145,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.predict:
         print("\n\n".join(predictions()))
         return 0
-    if options.memory:
-        print(to_plans(options.bits))
-        return 0
     if options.source is None:
-        print("error: a source is needed, or --predict or --memory", file=sys.stderr)
+        print("error: name a source, or give --predict", file=sys.stderr)
         return 2
-    if options.worker or options.processes:
-        return _processes(options)
     overrides = overrides_of(options.set)
     every, busy = list[SplitResult](), list[StageCall]()
     for devices in options.devices or ["0"]:
@@ -121,24 +158,6 @@ def _run(options: argparse.Namespace) -> int:
         write_json(options.json, [asdict(each) for each in every])
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
-    return 0
-
-
-def _processes(options: argparse.Namespace) -> int:
-    """Compares splits over processes, or runs as one of these processes."""
-    keys: dict[str, Any] = {"engine.slots": options.requests, "engine.context": 256}
-    for text in options.set:
-        keys |= parse_flat(text)
-    if options.worker:
-        devices = {"partition.devices": options.devices[0]} if options.devices else {}
-        return work(options, keys | devices)
-    if options.processes < 2 or options.requests < 2 or options.rounds < 1:
-        print("error: --processes and --requests are at least 2, --rounds 1", file=sys.stderr)
-        return 2
-    passed = [word for text in options.set for word in ("--set", text)]
-    passed += ["--requests", str(options.requests)]
-    command = ["-P", "-m", "jinfer", "bench", "partition", options.source, "--worker", *passed]
-    print(compare(options, keys, command))
     return 0
 
 
@@ -154,12 +173,12 @@ def _measure(
             for _ in range(options.requests)
         ]
         params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-        for asked in (prompts[:1], prompts):  # warm up: compile their programs
-            llm.generate(asked, params)
+        for batch in (prompts[:1], prompts):  # warm up: compile their programs
+            llm.generate(batch, params)
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
-        programs = llm.session.engine.programs.pipeline
+        programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()
@@ -202,7 +221,7 @@ def to_text(every: Sequence[SplitResult]) -> str:
         for each in every
     ]
     note = [
-        f"{len(jax.devices())} virtual devices share this machine's cores, so no speed is said; "
+        f"{len(jax.devices())} virtual devices share this machine's cores: no speed is reported; "
         "exchanges and bytes are of a token"
     ]
     return "\n".join([*_table(heads, rows), *(["", *note] if virtual else [])])
@@ -232,12 +251,7 @@ def to_svg(busy: Sequence[StageCall]) -> str:
     bottom = 20 + height * stages
     shown = f"{(end - begin) * 1e3:.0f} ms; a colour is a lane"
     parts.append(f'<text x="{left:.0f}" y="{bottom + 14:.0f}">{shown}</text>')
-    style = "text{font:12px ui-monospace,'DejaVu Sans Mono',monospace;fill:#22262b}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 24:.0f}">'
-        f'<style>{style}</style><rect width="100%" height="100%" fill="#fcfcfb"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg("jb", width, bottom + 24, "".join(parts)) + "\n"
 
 
 def predictions() -> list[str]:

@@ -14,9 +14,10 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
@@ -45,8 +47,49 @@ from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 
 from .bench_kernels import check_gpu, copy_rate, matmul_rate, write
-from .kernel_profile import Kernels, kernels_of, lines
-from .run_main import run
+
+# Seconds in all and how often, by kernel.
+type Kernels = Mapping[str, tuple[float, float]]
+
+_SHOWN = 16
+
+
+def kernels_of(call: Callable[[], object], steps: int = 1) -> Kernels:
+    """Kernels and copies of a call, divided by its number of steps.
+
+    Args:
+        call: waits until the device is done.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        found = jax.profiler.ProfileData.from_file(str(file))
+        times: dict[str, tuple[float, float]] = {}
+        for plane in found.planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = re.sub(r"(_\d+|__\d+|\.\d+)+$", "", event.name)
+                    seconds, count = times.get(name, (0.0, 0.0))
+                    times[name] = seconds + event.duration_ns * 1e-9 / steps, count + 1 / steps
+    return times
+
+
+def lines(kernels: Kernels) -> Iterator[str]:
+    """The slowest kernels and their sum, as text."""
+    ordered = sorted(kernels.items(), key=lambda one: -one[1][0])
+    for name, (seconds, count) in ordered[:_SHOWN]:
+        each = seconds / count * 1e6
+        yield f"    {seconds * 1e6:9.1f} us {count:7.1f} x {each:8.2f} us  {name[:90]}"
+    if ordered:
+        total = sum(seconds for seconds, _ in kernels.values())
+        number = sum(count for _, count in kernels.values())
+        yield f"    {total * 1e6:9.1f} us {number:7.1f} kernels in all"
+
 
 LLAMA_3_8B = {
     "vocab_size": 128256,
@@ -287,7 +330,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
 
 
@@ -296,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=prog_of_module(__spec__.name),
         description="Times the programs of a model of a well-known shape on a GPU.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
     parser.add_argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS)
     parser.add_argument(
@@ -304,16 +347,16 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         type=_format,
         default=list(FORMATS),
-        help="of weights: q3.5_b64, Q4_K, bf16, ...",
+        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
     )
     parser.add_argument(
         "--tasks",
         nargs="+",
         type=_task,
         default=list(TASKS),
-        help="decode-N, sampled-N and prompt-N",
+        help="programs: decode-N, sampled-N and prompt-N",
     )
-    parser.add_argument("--kernels", action="store_true", help="where the time goes")
+    parser.add_argument("--kernels", action="store_true", help="also time each kernel")
     return parser
 
 

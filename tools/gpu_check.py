@@ -15,18 +15,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import check_writable, run
 
 from .bench_kernels import write
-from .gpu_tables import tables
-from .output_files import check_writable
-from .run_main import run
 
 SMALL_CARD = 24 * 1024  # MiB
 _TESTS = "tests/kernels_pallas/test_gpu.py"
@@ -98,7 +96,7 @@ PARTS = (
 
 
 def run_part(part: CheckPart, folder: Path, total: int, seconds: float) -> dict[str, Any]:
-    """Runs a part and returns its results, or its last lines of output."""
+    """Run a part and returns its results, or its last lines of output."""
     figures = folder / f"{part.name}.json"
     command = [word.format(json=figures, folder=folder) for word in part.command]
     environment = {**os.environ, **part.environment}
@@ -135,15 +133,15 @@ def device() -> tuple[str, int]:
     """Name of the first GPU, and MiB of its memory, from its driver and not from JAX."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        verdict = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except subprocess.CalledProcessError as error:
         raise OSError(f"nvidia-smi: {error.stderr.strip() or error}") from None
-    name, memory = said.splitlines()[0].rsplit(",", 1)
+    name, memory = verdict.splitlines()[0].rsplit(",", 1)
     return name.strip(), int(memory)
 
 
 def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict[str, Any]:
-    """Runs the parts that there is time for, and writes their results after each."""
+    """Run the parts that there is time for, and write their results after each."""
     begun = time.monotonic()
     name, total = device()
     found: dict[str, Any] = {"device": name, "memory_mib": total, "parts": {}}
@@ -163,13 +161,17 @@ def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
         prog=prog_of_module(__spec__.name), description="Checks and measures jinfer on a GPU."
     )
     parser.add_argument("out", type=Path, help="a JSON file with all figures")
-    parser.add_argument("--seconds", type=float, default=600, help="that all parts have together")
-    parser.add_argument("--tables", action="store_true", help="print an existing file's tables")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit of all parts together (600)"
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="print the tables of an existing file"
+    )
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
     return run(_run, parser.parse_args(arguments))
 
@@ -182,6 +184,72 @@ def _run(options: argparse.Namespace) -> int:
     chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
     found = check(options.out, options.seconds, chosen)
     return 0 if all(row["status"] == 0 for row in found["parts"].values()) else 1
+
+
+_LARGE = {"yi_34b": "Yi 34B", "falcon_40b": "Falcon 40B"}
+
+
+def tables(found: Mapping[str, Any]) -> str:
+    """All tables that the results have figures for.
+
+    Args:
+        found: the JSON of `gpu_check.check`.
+    """
+    parts = found["parts"]
+    lines = [f"### {found['device']}", ""]
+    figures = {name: part["figures"] for name, part in parts.items() if "figures" in part}
+    for make in (_programs, _large, _offload):
+        lines += make(figures)
+    lines += [f"{name}: {_tests(part)}" for name, part in parts.items() if "tests" in part]
+    failed = [name for name, part in parts.items() if part["status"] != 0]
+    return "\n".join([*lines, *(f"{name} failed or took too long" for name in failed)])
+
+
+def _programs(figures: Mapping[str, Any]) -> Iterator[str]:
+    if "programs" not in figures:
+        return
+    first = figures["programs"]
+    copied, multiplied = first["copy"] / 1e12, first["matmul"] / 1e12
+    yield f"Copies {copied:.2f} TB/s, bf16 matmuls {multiplied:.0f} TFLOP/s."
+    yield from ("", "| | tokens/s | share |", "|---|---|---|")
+    for row in first["programs"]:
+        kind, count = row["task"].split("-")
+        share = row["of_matmul"] if kind == "prompt" else row["of_copy"]
+        rate = int(count) / row["seconds"]
+        yield f"| {row['format']}, {kind}, {count} | {rate:,.0f} | {share:.0%} |"
+    yield ""
+
+
+def _large(figures: Mapping[str, Any]) -> Iterator[str]:
+    for name, title in _LARGE.items():
+        if name in figures:
+            rows = {row["task"]: row for row in figures[name]["programs"]}
+            rates = [f"{task} {_rate(row):,.0f} tokens/s" for task, row in rows.items()]
+            peak = figures[name]["peak_bytes"] / (1 << 30)
+            yield f"{title} in {peak:.1f} GiB at most: {', '.join(rates)}"
+            yield ""
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    return float(int(row["task"].split("-")[1]) / row["seconds"])
+
+
+def _offload(figures: Mapping[str, Any]) -> Iterator[str]:
+    if "offload" not in figures:
+        return
+    yield from ("| split | tokens/s | 4 together | MiB | tokens |", "|---|---|---|---|---|")
+    for name, row in figures["offload"].items():
+        if "error" in row:
+            yield f"| {name} | {row['error']} | | | |"
+            continue
+        rates = row["tokens_per_second"], row["tokens_per_second_together"]
+        memory, verdict = row["bytes_in_use"] / (1 << 20), "equal" if row["equal"] else "OTHER"
+        yield f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} | {memory:,.0f} | {verdict} |"
+    yield ""
+
+
+def _tests(part: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in part["tests"].items())
 
 
 if __name__ == "__main__":

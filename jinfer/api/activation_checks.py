@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinfer.api.build_engine import first_shapes
 from jinfer.engine.activation_use import ActivationUse, place_edits
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.edit_tables import taps_of
-from jinfer.modelspec.spec_errors import show_value
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.activation_taps import TapError
-from jinfer.sampling.activation_edits import Edit, Steer
+from jinfer.sampling.activation_edits import Edit, Range, Steer
 from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ def request_activations(
     Raises:
         RequestError: a name or a shape that the model has not, or what cannot be combined.
     """
-    asked = [name for name in ACTIVATIONS if getattr(sampling, name)]
-    if not asked:
+    named_fields = [name for name in ACTIVATIONS if getattr(sampling, name)]
+    if not named_fields:
         return None
-    _check_combined(engine, sampling, asked[0])
-    known = engine.model.activations
+    _check_combined(engine, sampling, named_fields[0])
+    known = engine.runner.model.activations
     capture = _captured(sampling.capture, known)
     each = {name: prod(_of_token("capture", name, known)) for name in capture}
     total = 4 * sum(each.values()) * (limit - 1)
@@ -63,7 +65,6 @@ def edited_shapes(
     edits: Iterable[Edit], known: Mapping[str, ActivationShape]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of one token's value at each place. Raises `RequestError` for other names."""
-    from jinfer.api.activation_names import nearest  # imports the modules of models
 
     shapes = dict[str, tuple[int, ...]]()
     for edit in edits:
@@ -73,6 +74,9 @@ def edited_shapes(
                 "give one for each name"
             )
         if edit.name not in known:
+            # Imported here, because it imports Flax, and few requests need it.
+            from jinfer.api.activation_names import nearest
+
             raise RequestError(
                 f"{edit.field}: the model has no value {show_value(edit.name)}"
                 f"{nearest(edit.name, known)}"
@@ -91,7 +95,9 @@ def compile_for(engine: Engine, request: Request) -> None:
     if taps is None:
         return
     try:
-        for program in engine.programs.announce(first_shapes(engine, len(request.prompt), taps)):
+        for program in engine.runner.programs.announce(
+            first_shapes(engine, len(request.prompt), taps)
+        ):
             program.result()
     except TapError as error:  # it has the name within the layer
         part, _, why = str(error).partition(" ")
@@ -102,7 +108,7 @@ def compile_for(engine: Engine, request: Request) -> None:
 def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:
     """Raises `RequestError` if steering vectors do not fit the model."""
     edits = [one.edit for one in vectors]
-    place_edits(edits, edited_shapes(edits, engine.model.activations), 1)
+    place_edits(edits, edited_shapes(edits, engine.runner.model.activations), 1)
 
 
 def _captured(patterns: object, known: Mapping[str, ActivationShape]) -> list[str]:
@@ -140,7 +146,7 @@ def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tu
 
 def _check_combined(engine: Engine, sampling: SamplingParams, field: str) -> None:
     """Raises `RequestError` for what activations cannot be combined with."""
-    if engine.programs.pipeline is not None:
+    if engine.runner.programs.pipeline is not None:
         raise RequestError(
             f"{field}: the model is divided among devices or processes; open it without [partition]"
         )
@@ -152,3 +158,56 @@ def _check_combined(engine: Engine, sampling: SamplingParams, field: str) -> Non
         raise RequestError(
             'capture: strategy="beam" computes several answers at a time; generate, then trace it'
         )
+
+
+MAX_NAMES = 1024
+
+
+@dataclass
+class SteeringVectors:
+    """Named steering vectors, in the host's memory.
+
+    Attributes:
+        max_bytes: bytes that they may have together.
+        kept: name -> the vectors, one for each activation.
+    """
+
+    max_bytes: int = 1 << 30
+    kept: dict[str, tuple[Steer, ...]] = field(default_factory=dict)
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, name: object, vectors: Sequence[Steer]) -> None:
+        """Keeps vectors under a name, in place of those it had.
+
+        Raises:
+            RequestError: the name is no short text, or there is no room.
+        """
+        if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable():
+            raise RequestError(f"a steering vector's name is {show_value(name)}; give a short text")
+        if not vectors:
+            raise RequestError(f"steering {name!r} has no vectors; give one")
+        with self._changing:
+            others = {n: v for n, v in self.kept.items() if n != name}
+            size = sum(each.vector.nbytes for v in (*others.values(), vectors) for each in v)
+            if size > self.max_bytes or len(others) >= MAX_NAMES:
+                raise RequestError(
+                    f"there is no room for {name!r}: steering vectors may take {self.max_bytes} "
+                    f"bytes and {MAX_NAMES} names; forget others"
+                )
+            self.kept = others | {name: tuple(vectors)}
+
+    def forget(self, name: object) -> None:
+        """Forgets vectors; requests that use them go on. Raises `RequestError`."""
+        with self._changing:
+            self.find(name)
+            self.kept = {n: v for n, v in self.kept.items() if n != name}
+
+    def find(
+        self, name: object, scale: float = 1.0, tokens: Range | slice = "all"
+    ) -> tuple[Steer, ...]:
+        """The vectors of a name, `scale` times. Raises `RequestError` if there are none."""
+        found: Any = self.kept.get(name) if isinstance(name, str) else None
+        if found is None:
+            known = nearest_hint(str(name), self.kept) if self.kept else "none is kept"
+            raise RequestError(f"there is no steering vector {show_value(name)}; {known}")
+        return tuple(replace(one, scale=one.scale * scale, tokens=tokens) for one in found)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from html import escape
 from typing import Any, overload
 
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import RequestError
+from jinfer.html.html_table import details_html, table_html
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 
@@ -80,15 +80,11 @@ class ActivationNames(Sequence[ActivationName]):
         return "\n".join([*lines, *([f"... and {more} more"] if more else [])])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td><code>{escape(one.name)}</code></td><td>{escape(', '.join(one.axes))}</td>"
-            f"<td>{escape(' × '.join(map(str, one.shape)))}</td></tr>"
-            for one in self._names
-        )
-        head = "<tr><th>name</th><th>axes</th><th>shape</th></tr>"
-        table = f'<table style="text-align:left">{head}{rows}</table>'
+        rows = [
+            (one.name, ", ".join(one.axes), " × ".join(map(str, one.shape))) for one in self._names
+        ]
         title = f"{len(self)} value{'s' * (len(self) != 1)}"
-        return f"<details><summary>{title}</summary>{table}</details>"
+        return details_html(title, table_html(("name", "axes", "shape"), rows))
 
 
 def activation_names(shapes: Mapping[str, ActivationShape], pattern: str) -> ActivationNames:

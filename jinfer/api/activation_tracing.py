@@ -1,25 +1,30 @@
-"""Activation tracing: what `LLM.names` and `LLM.trace` do with a session."""
+"""Activation tracing: `LLM.names` and `LLM.trace`, their results and edits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.api.activation_names import ActivationName, ActivationNames, activation_names, matching
+from jinfer.api.activation_checks import all_edits, edited_shapes
+from jinfer.api.activation_names import (
+    ActivationName,
+    ActivationNames,
+    activation_names,
+    matching,
+    nearest,
+)
 from jinfer.api.forward_results import encoded_prompts, token_types
 from jinfer.api.prompt_inputs import Params
 from jinfer.api.session import Session
-from jinfer.api.trace import Trace
-from jinfer.api.traced_edits import edited_keys, traced_edits
-from jinfer.engine.activation_use import ActivationUse
-from jinfer.engine.adapter_use import AdapterUse
+from jinfer.engine.activation_use import ActivationUse, place_edits
 from jinfer.engine.engine import Engine
-from jinfer.engine.output.generation import Completion
-from jinfer.engine.requests import RequestError
+from jinfer.engine.output.completion import Completion, import_pandas
+from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.engine.runner.trace_passes import (
     TracePlan,
     Values,
@@ -31,11 +36,110 @@ from jinfer.engine.scheduling.cache_size import host_memory
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 from jinfer.nn.activation_taps import TapError
+from jinfer.sampling.activation_edits import OPEN, Edit, token_range
 from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_SHOWN = 12  # names that a short text lists
+
+
+class Trace(Mapping[str, "Float[np.ndarray, '...']"]):
+    """Captured values by name, float32: `trace["decoder.3.x"]` is [tokens, hidden].
+
+    Attributes:
+        axes: name of each value -> names of its axes.
+        ids: token ids of the prompt, and of the answer after it if there is one.
+        tokens: the same as texts.
+        prompt_tokens: how many of them are the prompt's.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, np.ndarray],
+        axes: Mapping[str, tuple[str, ...]],
+        ids: Sequence[int],
+        tokens: Sequence[str],
+        prompt_tokens: int,
+    ) -> None:
+        self._values, self.axes = dict(values), dict(axes)
+        self.ids, self.tokens, self.prompt_tokens = list(ids), list(tokens), prompt_tokens
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the values."""
+        return [*self._values]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(value.nbytes for value in self._values.values())
+
+    def __getitem__(self, name: str) -> Float[np.ndarray, ...]:
+        if name not in self._values:
+            hint = nearest(str(name), self._values).removesuffix(" llm.names() lists all")
+            captured = ", ".join(self.names[:_SHOWN]) + (", ..." if len(self) > _SHOWN else "")
+            raise KeyError(f"{show_value(name)} was not captured{hint} captured: {captured}")
+        return self._values[name]
+
+    # Arrays have no single answer to a comparison, which `Mapping` would ask them for.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.names
+
+    def to_pandas(self, name: str) -> Any:
+        """A value as a table: a row for each token, head and so on, a column for each last index.
+
+        Raises:
+            RequestError: pandas is not installed.
+        """
+        pd = import_pandas()
+        value, (*rows, column) = self[name], self.axes[name]
+        index = pd.MultiIndex.from_product([range(size) for size in value.shape[:-1]], names=rows)
+        columns = pd.Index(range(value.shape[-1]), name=column)
+        frame = pd.DataFrame(value.reshape(-1, value.shape[-1]), columns=columns)
+        if rows:
+            frame.index = index
+        if rows == ["tokens"]:
+            frame.index = pd.Index(self.tokens, name="tokens")
+        return frame
+
+    def __repr__(self) -> str:
+        shown = [f"{name} {list(self._values[name].shape)}" for name in self.names[:_SHOWN]]
+        shown += ["..."] if len(self) > _SHOWN else []
+        return f"Trace({len(self.ids)} tokens: {', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td><code>{escape(name)}</code></td><td>{escape(', '.join(self.axes[name]))}</td>"
+            f"<td>{' × '.join(map(str, value.shape))}</td><td>{_deviation(value):.3g}</td></tr>"
+            for name, value in self._values.items()
+        )
+        head = "<tr><th>name</th><th>axes</th><th>shape</th><th>root mean square</th></tr>"
+        text = escape("".join(self.tokens))[:2000]
+        title = f"{len(self.ids)} tokens, {len(self)} values, {self.nbytes / 2**20:.1f} MiB"
+        table = f'<table style="text-align:left">{head}{rows}</table>'
+        words = f'<div style="white-space:pre-wrap;opacity:.7">{text}</div>'
+        return f"<details><summary>{title}</summary>{words}{table}</details>"
+
+
+def _deviation(value: np.ndarray) -> float:
+    finite = value[np.isfinite(value)]
+    return float(np.sqrt(np.mean(np.square(finite, dtype=np.float64)))) if finite.size else 0.0
+
 
 type Generate = Callable[..., Sequence[Completion]]
 
-_ENCODER = "encoder."  # begins the names of an encoder beside a decoder
+_ENCODER = "encoder."  # prefix of the names of an encoder-decoder's encoder
 
 
 @dataclass(frozen=True)
@@ -57,7 +161,7 @@ class TraceInputs:
 
 def names_of(session: Session, pattern: str) -> ActivationNames:
     """As `LLM.names`."""
-    return activation_names(session.engine.model.activations, pattern)
+    return activation_names(session.engine.runner.model.activations, pattern)
 
 
 def trace_prompts(
@@ -79,11 +183,11 @@ def trace_prompts(
     Args:
         generate: `LLM.generate`, for answers.
     """
-    if session.engine.programs.pipeline is not None:
+    if session.engine.runner.programs.pipeline is not None:
         raise RequestError(
             "trace: the model is divided among devices or processes; open it without [partition]"
         )
-    shapes = _chosen(session.engine.model.activations, capture)
+    shapes = _chosen(session.engine.runner.model.activations, capture)
     edited = SamplingParams.from_names({"edits": edits, "steer": steer})
     use = None if adapter is None else session.adapters.find(adapter)
     inputs = _inputs(session, given, encoder_given, token_type_ids)
@@ -94,7 +198,7 @@ def trace_prompts(
         inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
-    scored = edited_keys(edited, session.engine.model.activations)
+    scored = edited_keys(edited, session.engine.runner.model.activations)
     plans = [_plans(session, shapes, scored, one) for one in inputs]
     _check_memory([plan for each in plans for plan in each.values()])
     traces = [
@@ -126,7 +230,7 @@ def _inputs(
     encoder_given: object | None,
     token_type_ids: Sequence[Sequence[int]] | None,
 ) -> list[TraceInputs]:
-    spec, crossed = session.opened.spec, session.engine.model.has_cross_attention
+    spec, crossed = session.opened.spec, session.engine.runner.model.has_cross_attention
     if encoder_given is not None and not crossed:
         raise RequestError(
             "encoder_ids are for a model with an encoder and a decoder; leave them out"
@@ -155,11 +259,11 @@ def _answers(
     given = session.sampling(params, {})
     for name in ACTIVATIONS:
         if getattr(given, name):
-            raise RequestError(f"trace: {name} stands among the params; give it to trace itself")
+            raise RequestError(f"trace: params has {name}; give it to trace itself")
     sampling = session.sampling(params, changes)
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
-    if not session.engine.model.has_cross_attention:
+    if not session.engine.runner.model.has_cross_attention:
         found = generate([one.ids for one in inputs], sampling)
     else:
         found = [generate([one.encoder], sampling, decoder_prefix=one.ids)[0] for one in inputs]
@@ -183,13 +287,17 @@ def _plans(
         scored: the scores and patterns that are edited.
     """
     found = dict[str, TracePlan]()
-    beside = bool(one.encoder)
+    has_encoder = bool(one.encoder)
     for stack in session.opened.spec.stacks:
-        inside = beside and stack.name == "encoder"
-        own = {n: s for n, s in shapes.items() if not beside or n.startswith(_ENCODER) == inside}
+        inside = has_encoder and stack.name == "encoder"
+        own = {
+            name: shape
+            for name, shape in shapes.items()
+            if not has_encoder or name.startswith(_ENCODER) == inside
+        }
         tokens = len(one.encoder if inside else one.ids)
-        caches = session.engine.model.caches
-        known = session.engine.model.activations
+        caches = session.engine.runner.model.caches
+        known = session.engine.runner.model.activations
         names = [*own, *(n for n in scored if n.startswith(f"{stack.name}."))]
         keys = {
             name: len(one.encoder) if _reads_encoder(caches, name) else tokens
@@ -230,14 +338,14 @@ def _trace(
     adapter: AdapterUse | None,
 ) -> Trace:
     values: Values = {}
-    known = session.engine.model.activations
-    # An encoder beside a decoder is computed as it is.
+    known = session.engine.runner.model.activations
+    # The encoder of an encoder-decoder is computed without edits.
     changed = "decoder" if one.encoder else session.opened.spec.stacks[0].name
     of_stack = {n: s for n, s in known.items() if not (one.encoder and n.startswith(_ENCODER))}
     for stack, plan in plans.items():
         edits = None
         if stack == changed:
-            width = key_width(session.engine, stack, plan)
+            width = key_width(session.engine.runner, stack, plan)
             edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width, plan.keys)
         try:
             values |= session.thread.run(partial(_pass, stack, one, plan, edits, adapter))
@@ -259,10 +367,11 @@ def _pass(
     engine: Engine,
 ) -> Any:
     if stack == "decoder":
-        return trace_decoder(engine, one.ids, plan, one.encoder, adapter, edits)
+        runner, scheduler = engine.runner, engine.scheduler
+        return trace_decoder(runner, scheduler, one.ids, plan, one.encoder, adapter, edits)
     text = one.encoder or one.ids
     types = [0] * len(text) if one.encoder else one.types
-    return trace_encoder(engine, text, types, plan, edits)
+    return trace_encoder(engine.runner, text, types, plan, edits)
 
 
 def _is_one(given: object) -> bool:
@@ -274,3 +383,106 @@ def _is_one(given: object) -> bool:
         return listed.ndim == 1
     first = listed[0] if isinstance(listed, Sequence) and len(listed) else None
     return not isinstance(first, str | Sequence | np.ndarray)
+
+
+_OF_KEYS = ("heads", "tokens", "keys")
+
+
+def edited_keys(sampling: SamplingParams, known: Mapping[str, ActivationShape]) -> list[str]:
+    """The scores and patterns that are edited."""
+    names = {edit.name for edit in all_edits(sampling)} & known.keys()
+    return [name for name in names if known[name].axes == _OF_KEYS]
+
+
+def traced_edits(
+    sampling: SamplingParams,
+    known: Mapping[str, ActivationShape],
+    prompt: int,
+    tokens: int,
+    keys: int,
+    seen: Mapping[str, int],
+) -> ActivationUse | None:
+    """The edits of a trace; None: none.
+
+    Args:
+        sampling: has `edits` and `steer`.
+        known: the values of the stack that is computed.
+        prompt, tokens: of the prompt, and of prompt and answer together.
+        keys: width of scores and patterns in the program.
+        seen: how many keys there are of each score and pattern.
+
+    Raises:
+        RequestError: a name or a shape that the model has not.
+    """
+    edits, shapes = list[Edit](), dict[str, tuple[int, ...]]()
+    for edit in all_edits(sampling):
+        _check_range(edit, prompt, tokens)
+        shape = known.get(edit.name)
+        no_encoder = not any(name.startswith("encoder.") for name in known)
+        if shape is None and no_encoder and edit.name.startswith("encoder."):
+            raise RequestError(
+                f"{edit.field}: {edit.name} is computed once for all requests with the same text, "
+                "and cannot be edited"
+            )
+        if shape is None and "*" in edit.name:
+            edited_shapes([edit], known)  # which says what is wrong
+        if shape is None:
+            raise RequestError(
+                f"{edit.field}: no value {show_value(edit.name)} is computed here"
+                f"{nearest(edit.name, known)}"
+            )
+        if shape.axes == _OF_KEYS:
+            heads = shape.sizes[0]
+            assert isinstance(heads, int), "tokens and keys alone are free"
+            begin, end = token_range(edit.tokens, prompt)
+            whole = slice(begin, tokens if end == OPEN else end)
+            _check_keys(edit, heads, max(0, whole.stop - begin), seen[edit.name])
+            edits.append(_by_token(edit, whole, keys))
+            shapes[edit.name] = heads, keys
+        elif shape.of_token is not None:
+            edits.append(edit)
+            shapes[edit.name] = shape.of_token
+        else:
+            shapes |= edited_shapes([edit], known)  # which says what is wrong
+    return ActivationUse.of((), place_edits(edits, shapes, prompt)) if edits else None
+
+
+def _check_range(edit: Edit, prompt: int, tokens: int) -> None:
+    """Raises `RequestError` if an edit concerns none of the tokens."""
+    begin, _ = token_range(edit.tokens, prompt)
+    if begin < tokens:
+        return
+    if edit.tokens == "answer":
+        raise RequestError(
+            f'{edit.field}: {edit.name}: tokens="answer", and there is no answer to the '
+            f"{tokens} tokens here; give 'all' or a slice, or have it generated: max_tokens"
+        )
+    raise RequestError(
+        f"{edit.field}: {edit.name}: tokens is {show_value(edit.tokens)}, and there are "
+        f"{tokens} tokens"
+    )
+
+
+def _check_keys(edit: Edit, heads: int, tokens: int, keys: int) -> None:
+    """Raises `RequestError` if an edit has not the shape of some tokens' scores."""
+    each = [heads] if edit.head is None else []
+    allowed = [[*each, tokens, keys], [*each, keys]]
+    shape = list(edit.value.shape)
+    if shape and not any(shape[:-1] == a[:-1] and 0 < shape[-1] <= keys for a in allowed):
+        raise RequestError(
+            f"{edit.field}: {edit.name}: the value has shape {shape}; give a number, or "
+            f"{allowed[0]}: {'heads, ' if each else ''}tokens, keys"
+        )
+
+
+def _by_token(edit: Edit, whole: slice, keys: int) -> Edit:
+    """An edit of [heads, tokens, keys], or of a head's [tokens, keys], with tokens first.
+
+    What lies beyond the keys of a trace is seen by no token.
+    """
+    value = edit.value
+    if value.ndim == 0:
+        return edit
+    value = value.swapaxes(0, 1) if value.ndim == 3 else value
+    missing = [(0, 0)] * (value.ndim - 1) + [(0, keys - value.shape[-1])]
+    return replace(edit, value=np.pad(value, missing), tokens=whole)

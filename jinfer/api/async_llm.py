@@ -17,8 +17,14 @@ from jinfer.api.generation_requests import (
 from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest
-from jinfer.engine.output.collect import Completions, best_of
-from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.output.completion import (
+    Chunk,
+    Completion,
+    Completions,
+    Usage,
+    best_of,
+    completion,
+)
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_keywords import ChatKeywords, completing
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
@@ -121,8 +127,8 @@ class AsyncLLM(BaseLLM):
     ) -> Completion:
         """As `LLM.chat`."""
         ids, resolved = self.session.chat(messages, params, keywords)
-        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return (await self.generate(ids, resolved, **asked))[0]
+        request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return (await self.generate(ids, resolved, **request))[0]
 
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinfer.api.pure_function import PureFunction
     from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
-    from jinfer.engine.output.generation import Usage
+    from jinfer.engine.output.completion import Usage
 
 
 class BaseLLM:
@@ -55,7 +55,7 @@ class BaseLLM:
         They follow from the specification; nothing is computed (docs/activations.md).
 
         Args:
-            pattern: `*` stands for any text: "decoder.*.attn.q".
+            pattern: `*` matches any text: "decoder.*.attn.q".
 
         Raises:
             RequestError: no name fits the pattern; the nearest one is named.
@@ -103,12 +103,12 @@ class BaseLLM:
     @property
     def compile_seconds(self) -> float:
         """Seconds that requests have waited for compilation."""
-        return self._engine.programs.waited
+        return self._engine.runner.programs.waited
 
     @property
     def compilations(self) -> int:
         """Programs compiled, or loaded from the persistent cache, so far."""
-        return self._engine.programs.compilations
+        return self._engine.runner.programs.compilations
 
     @property
     def last_usage(self) -> Usage:
@@ -184,12 +184,12 @@ class BaseLLM:
 
     def _repr_html_(self) -> str:
         """The notebook display: the model's line, and folded below its wiring and sizes."""
-        from jinfer.modelspec.view.model_html import details_html
+        from jinfer.html.html_table import details_html
 
         title = "wiring and sizes"
         if self.spec.decoder is not None:
             title = f"{self.session.cache_report()}; {title}"
-        return details_html(repr(self), title, self.spec._repr_html_())
+        return details_html(title, self.spec._repr_html_(), repr(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import wait
@@ -12,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jinfer.api.offloading import start_offload
+from jinfer.disk_cache import DiskCache
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.engine.runner.model_runner import flat_sizes
+from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.lora_rows import is_adapter
@@ -43,12 +44,14 @@ if TYPE_CHECKING:
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
-def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None = None) -> Engine:
+def build_engine(
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None = None
+) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
         model: its parameters as they will be stored.
-        shelf: where its programs are kept.
+        program_cache: where its programs are kept.
 
     Raises:
         SpecError: `[partition]` asks for what cannot be.
@@ -65,7 +68,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
     if current_group() is not None:
         programs = _in_processes(opened, model)
     elif opened.spec.partition.is_plain:
-        programs = _on_one_device(opened, model, shelf)
+        programs = _on_one_device(opened, model, program_cache)
     else:
         programs = _in_stages(opened, model)
     pipeline: Any = programs.pipeline
@@ -84,7 +87,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
         spec.queue,
         1 if pipeline is None else pipeline.lanes.count,
     )
-    return Engine(programs=programs, scheduler=scheduler)
+    return Engine(runner=ModelRunner(programs=programs), scheduler=scheduler)
 
 
 def open_drafts(
@@ -112,18 +115,20 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     Raises:
         SpecError: a store cannot be had.
     """
-    pipeline: Any = engine.programs.pipeline
+    pipeline: Any = engine.runner.programs.pipeline
     start_offload(engine, plan)
     if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
-        known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(engine.model)
-        engine.parameters = tuple(known[name] for name in engine.model.names)
+        known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
+            engine.runner.model
+        )
+        engine.runner.parameters = tuple(known[name] for name in engine.runner.model.names)
         return
     from jinfer.parallel.sharded_loading import load_stages
 
     if progress and pipeline.memory:
         line(pipeline.memory)
-    engine.leaves = load_stages(plan, pipeline.stages, progress=progress)
+    engine.runner.leaves = load_stages(plan, pipeline.stages, progress=progress)
 
 
 def empty_adapters(model: AbstractModel) -> dict[str, Any]:
@@ -142,19 +147,19 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
         values: name of each parameter -> its values in NumPy, stored as it is; of a model on
             several devices none of a quantized one.
     """
-    pipeline: Any = engine.programs.pipeline
+    pipeline: Any = engine.runner.programs.pipeline
     if pipeline is None:
         changed = {name: jax.device_put(each) for name, each in values.items()}
-        known = zip(engine.model.names, engine.parameters, strict=True)
-        engine.parameters = tuple(changed.get(name, old) for name, old in known)
+        known = zip(engine.runner.model.names, engine.runner.parameters, strict=True)
+        engine.runner.parameters = tuple(changed.get(name, old) for name, old in known)
         return
     from jinfer.parallel.sharded_loading import replaced_leaves
 
-    engine.leaves = replaced_leaves(pipeline.stages, engine.leaves, values)
+    engine.runner.leaves = replaced_leaves(pipeline.stages, engine.runner.leaves, values)
 
 
 def _on_one_device(
-    opened: Opened, model: AbstractModel, shelf: DiskCache | None
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None
 ) -> CompiledPrograms:
     blocks = cache_blocks(
         model.caches,
@@ -163,7 +168,7 @@ def _on_one_device(
         opened.context,
         used=nbytes(model.parameters),
     )
-    return CompiledPrograms(model, _sizes(opened, model, blocks), shelf)
+    return CompiledPrograms(model, _sizes(opened, model, blocks), program_cache)
 
 
 def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
@@ -213,12 +218,12 @@ def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> l
     Args:
         taps: the activations that it captures and edits.
     """
-    if not engine.model.modules.spec.generates:
+    if not engine.runner.model.modules.spec.generates:
         return []
     scheduler, shapes = engine.scheduler, [StepKey("set_slot")]
     while prompt > 1:
         count = scheduler.fit_batch(min(scheduler.chunk, prompt))
-        shapes.append(StepKey("logits", engine.batch_size(count), 1, taps=taps))
+        shapes.append(StepKey("logits", engine.scheduler.batch_size(count), 1, taps=taps))
         prompt -= count
     stages = sampler_sets()[0]
     chosen = StepKey("sample", chosen=1, stages=stages)
@@ -229,11 +234,11 @@ def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> No
     """Starts making the programs of one request of the usual kind, before weights are loaded.
 
     Programs that have to be compiled are waited for on a CPU if weights are small: they are read in
-    less time, and would be in memory beside what compilers need, which is given back. The weights
+    less time, and would be in memory together with what compilers need, which is freed. The weights
     of a large model are read meanwhile.
     """
-    keys, programs = first_shapes(engine, prompt), engine.programs
-    small = backend() == "cpu" and nbytes(engine.model.parameters) <= _SMALL_WEIGHTS
+    keys, programs = first_shapes(engine, prompt), engine.runner.programs
+    small = backend() == "cpu" and nbytes(engine.runner.model.parameters) <= _SMALL_WEIGHTS
     compiles = programs.shelf is not None and not programs.stored(keys)
     futures = programs.announce(keys)
     if small and compiles:
@@ -246,20 +251,20 @@ def announce_stored(engine: Engine) -> None:
 
     They are read while the weights are. Nothing is compiled: nobody has asked for anything yet.
     """
-    programs = engine.programs
+    programs = engine.runner.programs
     programs.announce(key for key in first_shapes(engine, 1) if programs.stored([key]))
 
 
 def all_shapes(engine: Engine) -> list[StepKey]:
     """The programs that requests of every kind but beam and contrastive search may need."""
-    if not engine.model.modules.spec.generates:
+    if not engine.runner.model.modules.spec.generates:
         return []
-    slots = engine.programs.sizes.slots
-    counts = sorted({engine.padded_rows(n) for n in range(1, slots + 1)})
+    slots = engine.runner.programs.sizes.slots
+    counts = sorted({engine.runner.padded_rows(n) for n in range(1, slots + 1)})
     flat = [
         StepKey("logits", size, chosen)
         for size in engine.scheduler.sizes
-        for chosen in sorted({1, engine.sampled_rows(size, 2)})
+        for chosen in sorted({1, engine.runner.sampled_rows(size, 2)})
     ]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
@@ -267,3 +272,53 @@ def all_shapes(engine: Engine) -> list[StepKey]:
         shapes += [StepKey("sample", chosen=count, stages=stages) for count in choices]
         shapes += [StepKey("decode", count, stages=stages) for count in counts]
     return shapes
+
+
+_GIB = 1 << 30
+
+
+def start_offload(engine: Engine, plan: WeightPlan) -> None:
+    """Connects an engine with the stores that `[engine]` asks for, if any.
+
+    Raises:
+        SpecError: a store cannot be had.
+    """
+    asked, path = plan.spec.engine, plan.spec.path
+    if not engine.runner.model.caches:
+        return
+    engine.weights_key = entry_key(plan, "kv cache")
+    ram, disk = int(asked.cache_ram * _GIB), None
+    if not ram and asked.cache_disk is None:
+        return
+    # Imported here, because most models ask for none.
+    from jinfer.disk_cache import NoCacheError
+    from jinfer.engine.offload.disk_store import DiskStore
+    from jinfer.engine.offload.prefix_offload import PrefixOffload, cache_identity
+
+    if ram > (available := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        reason = (
+            f"{asked.cache_ram:g} GiB are more than the {available / _GIB:.0f} of this machine; "
+            "it counts GiB, not MiB"
+        )
+        raise SpecError(path, "engine.cache_ram", reason)
+    if reason := offload_refusal(engine):
+        key = "cache_ram" if ram else "cache_disk"
+        raise SpecError(path, f"engine.{key}", f"cannot be had {reason}")
+    if asked.cache_disk is not None:
+        folder = Path(asked.cache_disk).expanduser()
+        try:
+            identity = cache_identity(engine.runner.programs, engine.weights_key)
+            disk = DiskStore(folder, identity, int(asked.cache_disk_size * _GIB))
+        except NoCacheError as error:
+            raise SpecError(path, "engine.cache_disk", str(error)) from None
+    engine.offload = PrefixOffload(engine.runner, engine.scheduler, ram, disk)
+
+
+def offload_refusal(engine: Engine) -> str:
+    """Why blocks cannot be taken from an engine's devices and put back; "": they can."""
+    if current_group() is not None:
+        return "with several processes, each of which has a part of the cache; leave it out"
+    pipeline = engine.runner.programs.pipeline
+    if pipeline is not None and pipeline.hosted:
+        return "with partition.host_kv_cache; leave one of them out"
+    return ""

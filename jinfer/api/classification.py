@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,8 +13,9 @@ from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
+from jinfer.html.html_table import table_html
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.loader.config.pooling_config import cut
 
@@ -63,11 +63,11 @@ class Classes:
         return f"Classes({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{at}</td><td>{escape(label)}</td><td>{p:.3f}</td></tr>"
-            for at, (label, p) in enumerate(self._likeliest())
-        )
-        return f"<table><tr><th>text</th><th>class</th><th>probability</th></tr>{rows}</table>"
+        rows = [
+            (number, label, round(probability, 3))
+            for number, (label, probability) in enumerate(self._likeliest())
+        ]
+        return table_html(("text", "class", "probability"), rows)
 
     def _likeliest(self) -> list[tuple[str, float]]:
         return list(zip(self.best, self.probabilities.max(axis=1).tolist(), strict=True))
@@ -149,8 +149,8 @@ def tokenize(session: Session, given: object) -> list[TypedTokens]:
 
 def classify(session: Session, texts: Sequence[TypedTokens]) -> Classes:
     """Scores of classes for tokenized texts. Raises `RequestError`."""
-    config, most = classification_of(session), max_text_tokens(session)
-    shorter = [text.cut(most) for text in texts]
+    config, max_tokens = classification_of(session), max_text_tokens(session)
+    shorter = [text.cut(max_tokens) for text in texts]
     ids = [text.ids for text in shorter]
     decodes = session.opened.spec.decoder is not None
     types: Any = None if decodes else [text.types for text in shorter]

@@ -65,7 +65,7 @@ def build_requests(
         )
     if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
         raise RequestError(f"timeout is {show_value(timeout)}; give a number of seconds, or None")
-    if (len(decoder_prefix) or language) and not session.engine.model.has_cross_attention:
+    if (len(decoder_prefix) or language) and not session.engine.runner.model.has_cross_attention:
         raise RequestError(
             "decoder_prefix and language are for a model with an encoder and a decoder; "
             "leave them out"

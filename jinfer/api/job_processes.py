@@ -41,9 +41,9 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     group = current_group()
     assert group is not None, "the process has joined a job"
     start()
-    shelf = use_persistent_cache()
+    program_cache = use_persistent_cache()
     opened = open_model(source, overrides)
-    model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype), shelf)
+    model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype), program_cache)
     opened = with_merged_adapters(opened, model)
     files, activations = opened.checkpoint, opened.activations
     plan = with_formats(
@@ -51,7 +51,7 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    worker_loop(group, engine.programs, engine.leaves)
+    worker_loop(group, engine.runner.programs, engine.runner.leaves)
 
 
 def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None]) -> int:

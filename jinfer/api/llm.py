@@ -12,23 +12,30 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from jinfer.api.activation_methods import ActivationMethods
+from jinfer.api.base_llm import BaseLLM
 from jinfer.api.classification import Classes, classification_of, classify, tokenize
-from jinfer.api.forward_results import forward_results
+from jinfer.api.forward_results import fill_mask, forward_results
 from jinfer.api.generation_requests import RequestKeywords, build_requests, build_stream_request
-from jinfer.api.mask_filling import fill_mask
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest, Session
-from jinfer.api.sleep_mode import SleepMode
+from jinfer.api.sleep_mode import fall_asleep, wake_up
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
-from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import (
+    Chunk,
+    Completion,
+    Completions,
+    TokenLogprob,
+    Usage,
+    best_of,
+    collect,
+    next_piece,
+)
 from jinfer.engine.requests import RequestError
 from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
-from jinfer.runtime.startup import gc_paused
+from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.sampling_keywords import ChatKeywords, completing
+from jinfer.startup.imports import gc_paused
 from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
 Prompts = Prompt | Sequence[Prompt]
 
 
-class LLM(ActivationMethods, SleepMode):
+class LLM(BaseLLM):
     """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:
@@ -188,11 +195,11 @@ class LLM(ActivationMethods, SleepMode):
             TemplateError: there is no chat template, or it rejects the conversation.
         """
         ids, resolved = self.session.chat(messages, params, keywords)
-        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return self.generate(ids, resolved, **asked)[0]
+        request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return self.generate(ids, resolved, **request)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        """Loads a LoRA adapter beside the model, for requests with `adapter=name`.
+        """Load a LoRA adapter in addition to the model, for requests with `adapter=name`.
 
         Nothing is compiled. `engine.max_adapters` says how many there can be at a time.
 
@@ -382,6 +389,82 @@ class LLM(ActivationMethods, SleepMode):
             RequestError: the text has no mask, or the tokenizer has no mask token.
         """
         return fill_mask(self.session, text, top)
+
+    def trace(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        capture: str | Sequence[str],
+        *,
+        edits: Edit | Sequence[Edit] = (),
+        steer: Steer | Sequence[Steer] = (),
+        max_tokens: int = 0,
+        params: Params | None = None,
+        encoder_ids: Prompt | Sequence[Prompt] | None = None,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+        adapter: str | None = None,
+    ) -> Any:
+        """Values inside the model at every token: `llm.trace(text, "decoder.*.x")["decoder.3.x"]`.
+
+        Prompts are computed by the engine, in chunks, with the weights that it has; only what is
+        captured, and the values that it depends on, is computed.
+
+        Args:
+            prompts: texts, lists of token ids, or conversations; of an encoder-decoder, the
+                decoder's.
+            capture: names of values, as `names` lists them; `*` matches any text.
+            edits, steer: changes of values on the way, as of `SamplingParams`.
+            max_tokens: length of an answer, whose tokens are traced too; 0: none.
+            params: sampling parameters of the answer, as of `generate`.
+            encoder_ids, token_type_ids: as `logits`.
+            adapter: name of the LoRA adapter to compute with.
+
+        Returns:
+            A `Trace` of a single prompt, a list of them of several.
+
+        Raises:
+            RequestError: there is no such value, or memory for so many; the model is divided among
+                devices; an invalid prompt.
+        """
+        from jinfer.api.activation_tracing import trace_prompts
+
+        return trace_prompts(
+            self.session,
+            self.generate,
+            prompts,
+            capture,
+            edits=edits,
+            steer=steer,
+            max_tokens=max_tokens,
+            params=params,
+            encoder_given=encoder_ids,
+            token_type_ids=token_type_ids,
+            adapter=adapter,
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back until `wake_up`: as vLLM's sleep mode. Requests are refused meanwhile.
+
+        Programs, tokenizer and adapters stay, so that waking takes no longer than reading the
+        weights. The prefix cache is emptied.
+
+        Args:
+            level: 1: the KV cache is freed, and the weights are in the host's memory; 2: both are
+                freed, and waking reads the weights from their files again, without what
+                `update_weights` has changed. Weights of draft models stay.
+
+        Raises:
+            RequestError: requests run; or the model is divided among devices or processes.
+        """
+        fall_asleep(self.session, level)
+
+    def wake_up(self) -> None:
+        """Takes the memory again that `sleep` gave back; nothing happens if the model is awake.
+
+        Raises:
+            RequestError: the files of the weights have become those of another model.
+            SourceError, CheckpointError, LoadError: the weights cannot be read any more.
+        """
+        wake_up(self.session)
 
     @contextlib.contextmanager
     def _answer(self, prepared: PreparedRequest) -> Iterator[SimpleQueue[Any]]:

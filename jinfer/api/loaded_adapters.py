@@ -14,11 +14,10 @@ import numpy as np
 from jinfer.api.build_engine import place_parameters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.distributed.current_group import current_group
-from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import EngineError, RequestError
-from jinfer.loader.adapter_files import merged_checkpoint
+from jinfer.engine.requests import AdapterUse, EngineError, RequestError
+from jinfer.loader.model_files import merged_checkpoint
 from jinfer.loader.open_model import Opened, adapter_dtype
 from jinfer.loader.sources import locate
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
@@ -75,8 +74,8 @@ class Adapters:
             SpecError: the model cannot have any.
             CheckpointError: one of them is damaged.
         """
-        beside = [each for each in opened.adapters if not each.spec.merge]
-        listed = {each.spec.name: _opened(each.path) for each in beside}
+        unmerged = [each for each in opened.adapters if not each.spec.merge]
+        listed = {each.spec.name: _opened(each.path) for each in unmerged}
         engine, path = opened.spec.engine, opened.spec.path
         model = opened.spec.tensors, opened.checkpoint.format
         count = max(engine.max_adapters, len(listed))
@@ -86,7 +85,7 @@ class Adapters:
         if count > _MOST:
             raise SpecError(path, key, f"{count} adapters are too many; at most {_MOST} have room")
         if opened.spec.type != "decoder-only":
-            reason = "adapters beside each other need a decoder alone; merge them (merge = true)"
+            reason = "only merged adapters go with an encoder; set merge = true"
             raise SpecError(path, key, reason)
         if current_group() is not None:
             raise SpecError(path, key, "adapters are not loaded in several processes; merge them")
@@ -97,7 +96,7 @@ class Adapters:
         dora = engine.dora_adapters or any(one.has_magnitudes for one in listed.values())
         slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts, dora)
         adapters = cls(*model, listed, slots)
-        adapters.sources |= {each.spec.name: str(each.path) for each in beside}
+        adapters.sources |= {each.spec.name: str(each.path) for each in unmerged}
         return adapters
 
     def room_in(self, model: AbstractModel) -> AbstractModel:
@@ -108,7 +107,7 @@ class Adapters:
         """Loads those of the specification, once the model is loaded."""
         if self.slots is None:
             return
-        parameters = zip(engine.model.names, engine.model.parameters, strict=True)
+        parameters = zip(engine.runner.model.names, engine.runner.model.parameters, strict=True)
         self._stacks = {n: np.zeros(p.shape, p.dtype) for n, p in parameters if is_adapter(n)}
         for name, adapter in self.listed.items():
             self._load(name, adapter, engine, thread)
@@ -135,7 +134,7 @@ class Adapters:
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
         from jinfer.loader.adapters.adapter_terms import adapter_terms, stacked, with_norms
 
-        terms = adapter_terms(adapter, engine.model, self.names, self.form)
+        terms = adapter_terms(adapter, engine.runner.model, self.names, self.form)
         if adapter.has_magnitudes:
             terms = with_norms(terms, _weights(engine, thread, adapter), adapter.path)
         with self._changing:
@@ -192,7 +191,7 @@ def _weights(
         try:
             return weights[projection].values
         except EngineError as error:
-            reason = "magnitudes (DoRA) beside other adapters need the weights in one place"
+            reason = "magnitudes (DoRA) need the weights on one device"
             raise RequestError(f"{adapter.path}: {reason}, and {error}; or merge it") from None
 
     return weight_of

@@ -77,7 +77,7 @@ class ModelWeights:
         return cls(engine, thread, tensors, dict(plan.same))
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.engine.model.names if not is_adapter(name))
+        return (name for name in self.engine.runner.model.names if not is_adapter(name))
 
     def __contains__(self, name: object) -> bool:
         return name in (names := set(self)) or f"{name}.weight" in names
@@ -139,7 +139,7 @@ class ModelWeights:
         )
 
     def _stored(self, name: str) -> Any:
-        return self.engine.parameters[self.engine.model.names.index(name)]
+        return self.engine.runner.parameters[self.engine.runner.model.names.index(name)]
 
 
 def _stored_as(name: str, old: Any, given: Any) -> Any:
@@ -152,7 +152,7 @@ def _stored_as(name: str, old: Any, given: Any) -> Any:
     if values.shape != tuple(old.shape):
         raise RequestError(f"{name} is {list(old.shape)}, and the values are {list(values.shape)}")
     if isinstance(old, OutlierTensor):
-        raise RequestError(f"{name} keeps outliers beside its codes, which are not updated")
+        raise RequestError(f"{name} has outliers apart from its codes, which cannot be updated")
     if isinstance(old, ReorderedTensor):
         order = np.asarray(old.order)
         ordered = np.take_along_axis(values, order[..., None, :], axis=-1)

@@ -1,15 +1,16 @@
-"""Preparation of requests: grammar, logits processors and thinking budget, checked."""
+"""Preparation of requests: parallel sampling (n, best_of), grammars, processors, budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinfer.distributed.current_group import current_group
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
-from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
+from jinfer.engine.thinking_budget import ThinkingLimit
 from jinfer.loader.open_model import Opened
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.logits_processors import LogitsProcessor, LogitsProcessors
@@ -19,7 +20,6 @@ from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
-
 
 # Parameters that only programs of one process can have.
 _ONE_HOST = ("logits_processors", "logprob_token_ids", "post_sampling_probs")
@@ -127,3 +127,37 @@ def check_thinking(request: Request, choice: SamplingRow, never: Iterable[int]) 
                 f"{' and '.join(names) or 'the model'} forbids token {id}, which "
                 "thinking_token_budget forces at the end of a thought"
             )
+
+
+def parallel_sampling(request: Request, ids: Iterator[int]) -> list[Request]:
+    """Make a request for each answer: seeds differ, and log-probabilities rank the answers.
+
+    Answers of a greedy request are equal.
+
+    Args:
+        request: the first one.
+        ids: gives the others their ids.
+
+    Raises:
+        RequestError: more answers than a beam search has beams.
+    """
+    sampling = request.sampling
+    count = sampling.best_of or sampling.n
+    if count == 1:
+        return [request]
+    beam = sampling.strategy == "beam"
+    if beam and count > min(sampling.n, sampling.beams):
+        raise RequestError(
+            f"a beam search of {sampling.beams} beams gives as many answers at most, its best; "
+            f"set n, not best_of"
+        )
+    requests = []
+    for index in range(count):
+        seed = None if sampling.seed is None else (sampling.seed + index) % 2**64
+        logprobs = sampling.logprobs
+        if count > sampling.n:
+            logprobs = logprobs or 0
+        one = replace(sampling, seed=seed, logprobs=logprobs, n=1, best_of=None)
+        id = request.id if index == 0 else next(ids)
+        requests.append(replace(request, id=id, sampling=one))
+    return requests

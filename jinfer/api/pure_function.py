@@ -6,8 +6,9 @@ batches of requests, no cache that stays, no kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,23 +17,190 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jinfer.api.function_taps import Edits, FunctionTaps
+from jinfer.api.activation_names import matching
+from jinfer.api.activation_tracing import traced_edits
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
+from jinfer.engine.runner.edit_tables import edit_tables, taps_of
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
-from jinfer.nn.activation_taps import TapError
+from jinfer.nn.activation_shapes import ActivationShape
+from jinfer.nn.activation_taps import ActivationTaps, TapError, ValueEdit
 from jinfer.nn.lora_rows import LORA_A, LORA_B, is_adapter
+from jinfer.nn.row_edits import take_row_edits
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
+from jinfer.sampling.activation_edits import Edit, Steer
+from jinfer.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from jinfer.nn.transformer import Model
+
+type Functions = Mapping[str, Callable[[Array], ArrayLike] | ArrayLike]
+type Edits = Functions | Edit | Steer | Sequence[Edit | Steer]
+
+_BY_HEADS = ("heads", "tokens", "keys")  # as named; a tap has [batch, tokens, heads, keys]
+
+
+@dataclass(frozen=True)
+class FunctionTaps:
+    """Which values of a text are captured and edited.
+
+    Attributes:
+        model: whose values they are.
+        tokens, read: of the text, and of what the encoder of an encoder-decoder reads.
+    """
+
+    model: AbstractModel
+    tokens: int
+    read: int = 0
+
+    def taps(self, capture: str | Sequence[str], edits: Edits) -> ActivationTaps | None:
+        """What the forward pass is given; None: neither.
+
+        Raises:
+            RequestError: an unknown name, or an edit that gives no value of the right shape.
+        """
+        known = self.model.activations if capture or edits else {}
+        if not isinstance(capture, Iterable):
+            raise RequestError(f"capture is {show_value(capture)}; give names: ['decoder.*.x']")
+        patterns = (capture,) if isinstance(capture, str) else tuple(capture)
+        captured_names = {name for pattern in patterns for name in matching(_text(pattern), known)}
+        changed: Mapping[str, ValueEdit]
+        if isinstance(edits, Mapping):
+            changed = {
+                name: self._edit(name, known[name], edit)
+                for pattern, edit in edits.items()
+                for name in matching(_text(pattern), known)
+            }
+        else:
+            changed = self._row_edits(edits)
+        names = tuple(name for name in known if name in captured_names)
+        return ActivationTaps(names, changed) if names or changed else None
+
+    def named(self, captured: Mapping[str, Array], order: Sequence[str]) -> dict[str, Array]:
+        """Captured values as they are named: float32, or whole numbers."""
+        shapes = self.model.activations
+        return {name: self._as_named(name, shapes[name], captured[name]) for name in order}
+
+    def _as_named(self, name: str, shape: ActivationShape, value: Array) -> Array:
+        value = value[0]
+        if shape.axes == _BY_HEADS:
+            value = value[..., : self._keys(name)].swapaxes(0, 1)
+        return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    def _edit(self, name: str, shape: ActivationShape, edit: Any) -> TracedEdit:
+        free = {"tokens": self._tokens(name), "keys": self._keys(name)}
+        sizes = tuple(free[size] if isinstance(size, str) else size for size in shape.sizes)
+        abstract = jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+        def changed(value: Array) -> Array:
+            given = edit(value) if callable(edit) else edit
+            try:
+                new = jnp.asarray(given).astype(jnp.float32)
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"edits: {name} is {list(sizes)}, and the edit gives {show_value(given)}"
+                ) from None
+            try:
+                return jnp.broadcast_to(new, sizes)
+            except ValueError:
+                raise RequestError(
+                    f"edits: {name} is {list(sizes)}, and the edit gives {list(new.shape)}"
+                ) from None
+
+        traced = jax.make_jaxpr(changed)(abstract)
+        keys = self._keys(name) if shape.axes == _BY_HEADS else None
+        # What is part of a program's key must not hold arrays: without its constants.
+        code = traced.jaxpr.replace(constvars=traced.jaxpr.constvars)
+        return TracedEdit(tuple(traced.consts), _Code(code), keys)
+
+    def _row_edits(self, edits: object) -> Mapping[str, ValueEdit]:
+        """Those of requests and traces, in their order."""
+        listed: Any = (edits,) if isinstance(edits, Edit | Steer) else edits
+        if not isinstance(listed, Sequence) or not all(isinstance(e, Edit | Steer) for e in listed):
+            raise RequestError(
+                f"edits are {show_value(edits)}; give names with a function or an array each, or "
+                "a list of Edit and Steer"
+            )
+        plain = tuple(each.edit if isinstance(each, Steer) else each for each in listed)
+        decoder = self.model.modules.spec.decoder is not None
+        keys = -(-self.tokens // BLOCK) * BLOCK if decoder else self.tokens
+        shapes = {
+            name: shape
+            for name, shape in self.model.activations.items()
+            if not (self.read and name.startswith("encoder."))
+        }
+        sampling = SamplingParams(edits=plain)
+        seen = {name: self._keys(name) for name in shapes}
+        use = traced_edits(sampling, shapes, self.tokens, self.tokens, keys, seen)
+        if use is None or (taps := taps_of([use])) is None:
+            return {}
+        positions = jnp.arange(self.tokens, dtype=jnp.int32)
+        tables = jax.tree.map(jnp.asarray, edit_tables(taps, 1, [(0, use)]))
+        return take_row_edits(tables, jnp.zeros_like(positions), positions)[1]
+
+    def _tokens(self, name: str) -> int:
+        """Tokens that the stack of a value computes."""
+        return self.read if self.read and name.startswith("encoder.") else self.tokens
+
+    def _keys(self, name: str) -> int:
+        """Keys of an attention's scores."""
+        cache = self.model.caches.get(name.rpartition(".")[0])
+        crossed = cache is not None and cache.group == ENCODER
+        return self.read if crossed else self._tokens(name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Code:
+    """A traced function without its constants; each is equal to itself alone."""
+
+    jaxpr: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["constants"], meta_fields=["code", "keys"])
+@dataclass(frozen=True)
+class TracedEdit:
+    """An edit of a value by a traced function: see `jinfer.nn.activation_taps.ValueEdit`.
+
+    Traced before the layer is, so that arrays which it refers to are arguments of that trace.
+
+    Attributes:
+        constants: these arrays.
+        code: the function of a float32 value as it is named.
+        keys: of scores: how many keys there are; the others are of the cache's last block.
+    """
+
+    constants: tuple[Array, ...]
+    code: _Code
+    keys: int | None
+
+    def applied(self, value: Float[Array, "1 tokens ..."]) -> Array:
+        """The value after the edit."""
+        whole, given = value[0], value[0].astype(jnp.float32)
+        if self.keys is not None:
+            given = given[..., : self.keys].swapaxes(0, 1)
+        (new,) = jax.core.eval_jaxpr(self.code.jaxpr, self.constants, given)
+        if self.keys is not None:
+            new = whole.at[..., : self.keys].set(new.swapaxes(0, 1).astype(whole.dtype))
+        return new.astype(value.dtype)[None]
+
+    def select_rows(self, rows: Int[Array, " chosen"]) -> TracedEdit:
+        """The edits of some of the rows: the function always computes all."""
+        raise AssertionError("all tokens have results")
+
+
+def _text(pattern: object) -> str:
+    if not isinstance(pattern, str):
+        raise RequestError(f"a name is {show_value(pattern)}; give a text such as 'decoder.*.x'")
+    return pattern
+
 
 type Params = Mapping[str, Any]
 type Ids = ArrayLike | Sequence[int]
@@ -76,12 +244,12 @@ class PureFunction:
         """Logits of every token of a text, or another result, float32.
 
         Args:
-            params: parameters by name, as of `LLM.function`, or others of their shapes. Beside
+            params: parameters by name, as of `LLM.function`, or others of their shapes. Besides
                 "decoder.3.attn.q.weight" there may be "decoder.3.attn.q.lora_a", [rank, inputs],
                 and "decoder.3.attn.q.lora_b", [outputs, rank]: b a is added to the weight (LoRA).
             tokens: ids of one text; of an encoder-decoder, the decoder's. Several texts of one
                 length are computed by `jax.vmap(apply, in_axes=(None, 0))`.
-            embeddings: what stands in place of the token embedding's rows; see `embed`.
+            embeddings: vectors in place of the token embedding's rows; see `embed`.
             length: tokens that are not padding, which is at the end; None: all. What is computed
                 of padding means nothing.
             token_type_ids: of an encoder that has them.
@@ -89,9 +257,9 @@ class PureFunction:
                 encoder-decoder reads.
             want: "logits", "hidden" (the last hidden states), "classes", or "pooled", as there
                 are; of an encoder "pooled" and "classes" are of the whole text.
-            capture: names of values, as of `LLM.names`, maybe with `*`. They come beside the
+            capture: names of values, as of `LLM.names`, maybe with `*`. They are returned with the
                 result: (logits, {name: value}), each float32 with its axes as they are named.
-            edits: by such names, a function of a value, or an array, whose result stands in its
+            edits: by such names, a function of a value, or an array, whose result takes its
                 place. What a function refers to has derivatives, too: of a value by itself, they
                 are those of zeros that are added to it. Or `Edit` and `Steer`, as in requests.
 
@@ -206,21 +374,21 @@ def pure_function(
 ) -> tuple[PureFunction, dict[str, Any]]:
     """As `LLM.function`."""
     engine = session.engine
-    if engine.programs.pipeline is not None:
+    if engine.runner.programs.pipeline is not None:
         raise RequestError(
             "the model is divided among devices or processes; open it without [partition]"
         )
-    whole: tuple[Any, ...] = session.thread.run(lambda engine: engine.parameters)
+    whole: tuple[Any, ...] = session.thread.run(lambda engine: engine.runner.parameters)
     spec = session.opened.spec
     params = {
         name: value
-        for name, value in zip(engine.model.names, whole, strict=True)
+        for name, value in zip(engine.runner.model.names, whole, strict=True)
         if not is_adapter(name)
     }
     if dequantize:
         params = dict(_dequantized(params))
     # Without room for the engine's adapters, and no more in it than the text needs.
-    model = build_abstract_model(spec, engine.model.modules.dtype)
+    model = build_abstract_model(spec, engine.runner.model.modules.dtype)
     model.modules.make()
     stack = spec.decoder or spec.stacks[0]
     heads = ("logits", "pooled", "classes")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.api.activation_checks import compile_for, request_activations
+from jinfer.api.activation_checks import SteeringVectors, compile_for, request_activations
 from jinfer.api.build_engine import (
     all_shapes,
     announce_first,
@@ -28,6 +28,7 @@ from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
     check_thinking,
+    parallel_sampling,
     sampling_row,
     start_grammar,
     thinking_limit,
@@ -43,18 +44,14 @@ from jinfer.api.prompt_inputs import (
     parse_params,
     parse_prompt,
 )
-from jinfer.api.requests_of_answers import requests_of_answers
-from jinfer.api.steering_vectors import SteeringVectors
 from jinfer.distributed.current_group import refuse_on_worker
-from jinfer.engine import fork_guard
-from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.requests import AdapterUse, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
-from jinfer.engine.thread_pools import explain_shutdown
+from jinfer.engine.thread_pools import explain_shutdown, note_model_opened
 from jinfer.loader.open_model import Opened, open_model
 from jinfer.loader.weights.model_size import count_text, sizes_of
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
@@ -120,34 +117,33 @@ class Session:
         first: Callable[[Session], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
-        cores = isinstance(threads, int) and not isinstance(threads, bool)
-        if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
-        fork_guard.note_opened()
+        note_model_opened()
         # Environment variables with unknown values are refused before anything is read.
         disabled_kernels()
         requested_backend()
         refuse_on_worker()
-        shelf = use_persistent_cache()
+        program_cache = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
         lift_limit = (lambda: None) if threads is None else limit_threads(threads)
         self._lift = weakref.finalize(self, lift_limit)
         start()
         self.source, self.overrides, self.changing = source, overrides, threading.Lock()
         opened = open_model(source, overrides)
-        asked = open_drafts(opened, source, overrides)
-        self.opened = opened = opened if asked is None else asked.opened
+        drafters = open_drafts(opened, source, overrides)
+        self.opened = opened = opened if drafters is None else drafters.opened
         self._forget = weakref.finalize(self, forget_tokenizer, opened.tokenizer)
-        self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf)
+        self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), program_cache)
         self.adapters = Adapters.of(opened)
         plan = self.plan(opened)
-        self.engine = build_engine(opened, self.adapters.room_in(plan.model), shelf)
-        drafts = None if asked is None else asked.drafts(self.engine)
+        self.engine = build_engine(opened, self.adapters.room_in(plan.model), program_cache)
+        drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self.family, self.stored_as = opened.family, opened.stored_as
         self._ids, self.steering = count(), SteeringVectors()
-        sizes = self.engine.programs.sizes
+        sizes = self.engine.runner.programs.sizes
         self.processors = LogitsProcessors(sizes.vocab, sizes.context)
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -195,15 +191,15 @@ class Session:
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles all programs that requests may need, with one progress bar."""
-        futures = self.engine.programs.announce(all_shapes(self.engine))
+        futures = self.engine.runner.programs.announce(all_shapes(self.engine))
         if self.engine.speculator is not None:
-            futures += self.engine.speculator.announce(self.engine)
+            futures += self.engine.speculator.announce()
         for future in track(futures, "compiling", unit="program", shown=progress):
             future.result()
 
     def described(self) -> str:
         """A few words: name, family, size, format of weights, context."""
-        spec, model = self.opened.spec, self.engine.model
+        spec, model = self.opened.spec, self.engine.runner.model
         words = [self.opened.title, *([self.family] if self.family else [])]
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
         words += [self.stored_as, f"context {self.opened.context}"]
@@ -211,14 +207,14 @@ class Session:
 
     def cache_report(self) -> str:
         """One line: tokens and bytes of the KV cache."""
-        sizes = self.engine.programs.sizes
-        bytes_ = block_bytes(self.engine.model.caches, sizes.kv_cache)
+        sizes = self.engine.runner.programs.sizes
+        bytes_ = block_bytes(self.engine.runner.model.caches, sizes.kv_cache)
         total = sum(bytes_[group] * count for group, count in sizes.blocks.items())
         tokens = max(sizes.blocks.values(), default=0) * BLOCK
         return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens that a sequence can have: the context, or less if the KV cache is smaller."""
         pools = self.engine.scheduler.blocks.pools.values()
         counts = [pool.count * BLOCK for pool in pools if pool.window is None]
@@ -235,12 +231,12 @@ class Session:
 
     def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
-        asked = parse_prompt(given)
-        if isinstance(asked, str):
-            return self.tokenizer.encode(asked, parse_special=special is not False)
-        if is_conversation(asked):
-            return self.encode_chat(asked, special=bool(special))
-        ids = cast("list[int]", asked)
+        prompt = parse_prompt(given)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, parse_special=special is not False)
+        if is_conversation(prompt):
+            return self.encode_chat(prompt, special=bool(special))
+        ids = cast("list[int]", prompt)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
@@ -321,7 +317,7 @@ class Session:
         if not self.opened.spec.generates:
             raise RequestError(no_head_error(self.opened.spec))
         encoder: tuple[int, ...] = ()
-        if self.engine.model.has_cross_attention:
+        if self.engine.runner.model.has_cross_attention:
             encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)
             self.check_text(encoder)
         if not ids:
@@ -334,8 +330,8 @@ class Session:
             )
         if sampling.stop and self.opened.tokenizer is None:
             raise RequestError("stop texts need a tokenizer; use stop_token_ids")
-        most = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
-        limit = min(most, context)
+        end = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
+        limit = min(end, context)
         activations = request_activations(self.engine, sampling, len(ids), limit)
         request = Request(
             next(self._ids),
@@ -353,14 +349,14 @@ class Session:
             activations=activations,
         )
         self._check_room(request)
-        answers = requests_of_answers(request, self._ids)
+        answers = parallel_sampling(request, self._ids)
         prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
         compile_for(self.engine, request)
         return prepared
 
     def _prepared(self, request: Request, rank: int) -> PreparedRequest:
         choice = sampling_row(request, self.opened, self.processors)
-        check_thinking(request, choice, self.engine.model.never)
+        check_thinking(request, choice, self.engine.runner.model.never)
         bound = request.sampling.constrained
         matcher = start_grammar(request, self.tokenizer) if bound else None
         return PreparedRequest(request, choice, make_driver(request, rank), matcher)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jinfer.api.base_llm import BaseLLM
 from jinfer.api.build_engine import load
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
@@ -26,37 +25,8 @@ ASLEEP = "the model sleeps; wake it with wake_up()"
 LEVELS = (1, 2)
 
 
-class SleepMode(BaseLLM):
-    """An open model that can sleep."""
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives memory back until `wake_up`: as vLLM's sleep mode. Requests are refused meanwhile.
-
-        Programs, tokenizer and adapters stay, so that waking takes no longer than reading the
-        weights. The prefix cache is emptied.
-
-        Args:
-            level: 1: the KV cache is freed, and the weights are in the host's memory; 2: both are
-                freed, and waking reads the weights from their files again, without what
-                `update_weights` has changed. Weights of draft models stay.
-
-        Raises:
-            RequestError: requests run; or the model is divided among devices or processes.
-        """
-        fall_asleep(self.session, level)
-
-    def wake_up(self) -> None:
-        """Takes the memory again that `sleep` gave back; nothing happens if the model is awake.
-
-        Raises:
-            RequestError: the files of the weights have become those of another model.
-            SourceError, CheckpointError, LoadError: the weights cannot be read any more.
-        """
-        wake_up(self.session)
-
-
 def fall_asleep(session: Session, level: int) -> None:
-    """As `SleepMode.sleep`."""
+    """As `LLM.sleep`."""
     if level not in LEVELS or isinstance(level, bool):
         raise RequestError(f"a level of sleep is {show_value(level)}; allowed: 1, 2")
     if not session.opened.spec.partition.is_plain or jax.process_count() > 1:
@@ -81,9 +51,9 @@ def _release(level: int, engine: Engine) -> tuple[np.ndarray, ...] | None:
     engine.recover()  # KV cache, device state and prefix cache are gone
     at_host = None
     if level == 1 and _has_own_memory(engine):
-        at_host = tuple(np.asarray(leaf) for leaf in engine.weights)
+        at_host = tuple(np.asarray(leaf) for leaf in engine.runner.weights)
     if level == 2 or at_host is not None:
-        engine.leaves = ()
+        engine.runner.leaves = ()
     gc.collect(0)  # in any collection JAX drops what its threads have left
     trim()
     return at_host
@@ -91,19 +61,22 @@ def _release(level: int, engine: Engine) -> tuple[np.ndarray, ...] | None:
 
 def _has_own_memory(engine: Engine) -> bool:
     """Whether an engine's weights are in another memory than the host's."""
-    devices = {device for leaf in engine.weights for device in leaf.devices()}
+    devices = {device for leaf in engine.runner.weights for device in leaf.devices()}
     return any(device.platform != "cpu" for device in devices)
 
 
 def wake_up(session: Session) -> None:
-    """As `SleepMode.wake_up`."""
+    """As `LLM.wake_up`."""
     with session.changing:
         if session.sleep_level == 2:
             _load_again(session)
         elif session.weights_at_host is not None:
-            engine, tree = session.engine, jax.tree.structure(session.engine.model.parameters)
+            engine, tree = (
+                session.engine,
+                jax.tree.structure(session.engine.runner.model.parameters),
+            )
             leaves = map(jax.device_put, session.weights_at_host)
-            engine.parameters = tuple(jax.tree.unflatten(tree, leaves))
+            engine.runner.parameters = tuple(jax.tree.unflatten(tree, leaves))
         session.weights_at_host, session.sleep_level = None, 0
         session.thread.refusal = ""
 
@@ -114,7 +87,7 @@ def _load_again(session: Session) -> None:
     files = open_files(session.source, override_tables(session.overrides))
     plan = session.plan(replace(session.opened, checkpoint=files.checkpoint))
     stored = dict(zip(plan.model.names, plan.model.parameters, strict=True))
-    before = dict(zip(engine.model.names, engine.model.parameters, strict=True))
+    before = dict(zip(engine.runner.model.names, engine.runner.model.parameters, strict=True))
     changed = next((name for name in stored if stored[name] != before.get(name)), None)
     if changed is not None:
         raise RequestError(

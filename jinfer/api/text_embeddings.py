@@ -55,14 +55,14 @@ def tokenize_texts(
         RequestError: an unknown prompt name, or a prompt name for token ids; as `LLM.encode`.
     """
     prompt, skipped = embedding_prompt(session, prompt_name)
-    most = max_text_tokens(session)
+    max_tokens = max_text_tokens(session)
     tokens = []
     for one in parse_prompts(given):
         if isinstance(one, str):
-            ids = cut(session.encode(session.opened.pooling.text(one, prompt)), most)
+            ids = cut(session.encode(session.opened.pooling.text(one, prompt)), max_tokens)
             tokens.append(EmbeddingTokens(ids, min(skipped, len(ids) - 1)))
         elif prompt_name is None:
-            tokens.append(EmbeddingTokens(cut(session.encode(one), most)))
+            tokens.append(EmbeddingTokens(cut(session.encode(one), max_tokens)))
         else:
             raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
     return tokens

@@ -1,31 +1,83 @@
-"""Command line entry point: dispatches to the subcommand."""
+"""Command line entry point: the table of subcommands, and their dispatch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NoReturn
 
-from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.runtime.startup import gc_paused, importing
+from jinfer.startup.imports import gc_paused, importing
 
-_TOOLS = "jinfer.tools."
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A subcommand.
+
+    Attributes:
+        name: one word, or two words of which the first names a group.
+        module: the module whose function `main` runs the command.
+        about: one line of help.
+        first: arguments inserted before the user's.
+        engine: whether importing the module imports the engine; the others import it themselves
+            after parsing their arguments.
+    """
+
+    name: str
+    module: str
+    about: str
+    first: tuple[str, ...] = ()
+    engine: bool = False
+
+
+def _tool(name: str, module: str, about: str) -> Subcommand:
+    return Subcommand(name, f"jinfer.cli.{module}", about, engine=True)
+
+
+COMMANDS = (
+    Subcommand("generate", "jinfer.generate", "generate text for a prompt"),
+    Subcommand("chat", "jinfer.generate", "chat in the terminal", ("--chat",)),
+    Subcommand("serve", "jinfer.serve", "serve models over HTTP"),
+    Subcommand("client", "jinfer.client", "send a prompt to a server, or chat with it"),
+    Subcommand("list", "jinfer.cli.list_models", "list the models that have a name"),
+    Subcommand("pull", "jinfer.cli.pull_model", "download a model's weights"),
+    Subcommand("docs", "jinfer.cli.show_docs", "show a page of the documentation"),
+    _tool("inspect", "inspect.inspect_checkpoint", "list a checkpoint's tensors and parameters"),
+    Subcommand("look", "jinfer.look", "draw what a model computes for a prompt", engine=True),
+    _tool("quantize", "quantize.quantize_checkpoint", "write a quantized checkpoint"),
+    _tool("rotate", "quantize.rotate_weights", "write an equivalent model with rotated weights"),
+    _tool("perplexity", "perplexity", "measure the perplexity of a text"),
+    _tool("quality", "quality", "measure quality against bits per weight"),
+    _tool("bench cpu", "bench.bench_cpu", "speed on a CPU, alone or against llama.cpp"),
+    _tool(
+        "bench engine",
+        "bench.bench_engine",
+        "latency interference between concurrent streams",
+    ),
+    _tool("bench serve", "bench.bench_serve", "load test an HTTP server"),
+    _tool("bench speculate", "bench.bench_speculate", "speedup by speculative decoding"),
+)
+GROUPS = {"bench": "run a benchmark"}
+# Benchmarks that need the source tree.
+_SCRIPTS = tuple(
+    f"bench {name}"
+    for name in ("kernels", "linear", "lora", "models", "offload", "partition", "programs")
+)
 _NAMES = {command.name: command for command in COMMANDS}
 
 
 def enter() -> NoReturn:
-    """The console script `prog_of_jinfer`; exits the process."""
+    """Run the console script `jinfer`; exit the process."""
     exit_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status."""
+    """Run a subcommand; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     match words:
         case [] | ["-h" | "--help" | "help"]:
@@ -54,29 +106,10 @@ def _run(chosen: Subcommand, words: Sequence[str]) -> int:
     # Imported here, because logging would slow down help texts.
     from jinfer.progress import task
 
-    provide_tools()
     with running_command(chosen.name):
-        # Programs import the engine themselves, after they have parsed their arguments.
-        with task("starting"), importing() if chosen.module.startswith(_TOOLS) else gc_paused():
+        with task("starting"), importing() if chosen.engine else gc_paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
-
-
-def provide_tools() -> None:
-    """Makes `jinfer.tools` importable in a checkout, where the folder is beside the package."""
-    name = _TOOLS.removesuffix(".")
-    if name in sys.modules or find_spec(name) is not None:
-        return
-    folder = Path(__file__).parents[2] / "tools"
-    start = folder / "__init__.py"
-    if not start.is_file():
-        return
-    spec = spec_from_file_location(name, start, submodule_search_locations=[str(folder)])
-    if spec is None or spec.loader is None:
-        return
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
 
 
 def _help() -> str:
@@ -84,23 +117,23 @@ def _help() -> str:
     return "\n".join(
         [
             f"usage: {prog_of_jinfer()} COMMAND [ARGUMENTS]   "
-            f"({prog_of_jinfer()} COMMAND --help says more)",
+            f"({prog_of_jinfer()} COMMAND --help shows its flags)",
             "",
             *_columns(lines),
             "",
-            f"{prog_of_jinfer()} --version says which jinfer this is.",
+            f"{prog_of_jinfer()} --version prints the version.",
         ]
     )
 
 
 def _group_help(group: str) -> str:
     inside = {name: about for name, about in _help_lines().items() if name.startswith(f"{group} ")}
-    usage = f"usage: {prog_of_jinfer()} {group} WHAT [ARGUMENTS]"
+    usage = f"usage: {prog_of_jinfer()} {group} NAME [ARGUMENTS]"
     return "\n".join([usage, "", *_columns(inside)])
 
 
 def _help_lines() -> dict[str, str]:
-    """A line of help for each command; a group stands in place of its first command."""
+    """Return a line of help for each command, and for each group before its first command."""
     lines: dict[str, str] = {}
     for each in COMMANDS:
         group, _, rest = each.name.partition(" ")
@@ -120,6 +153,9 @@ def _unknown(word: str) -> str:
     """The error message for an unknown command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
         return f"{word} is no command; did you mean '{prog_of_jinfer()} generate {word}'?"
+    if word in _SCRIPTS:
+        script = f"python -m tools.{word.replace(' ', '_')}"
+        return f"{word!r} is a script of jinfer's source tree; run there: {script}"
     # Imported here, because only errors need it.
     from jinfer.modelspec.foreign_names import foreign_commands
 

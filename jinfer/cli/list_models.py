@@ -12,20 +12,22 @@ from jinfer.modelspec.spec_errors import SpecError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the exit status."""
+    """Print the table; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Shows the models whose specifications come with jinfer. Their names are "
+        description="Lists the models whose specifications come with jinfer. Their names are "
         "sources: jinfer generate NAME.",
     )
     parser.add_argument(
         "text",
         nargs="?",
         default="",
-        help="only models with it in their name or their family's; may be a pattern: 'qwen*'",
+        help="only models whose name or family has this text; may be a pattern: 'qwen*'",
     )
     parser.add_argument(
-        "--memory", action="store_true", help="what each width of weights takes, families, sources"
+        "--memory",
+        action="store_true",
+        help="also show memory for each width of weights, families, sources",
     )
     options = parser.parse_args(arguments)
     try:

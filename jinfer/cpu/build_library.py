@@ -41,7 +41,7 @@ from jinfer.cpu.cores import max_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
-from jinfer.runtime.source_files import files_below
+from jinfer.startup.source_files import files_below
 
 # Instruction set to compile kernels for; None: all.
 type BuildTarget = Isa | Literal["tested"] | None
@@ -154,7 +154,7 @@ def _build(only: BuildTarget) -> Path:
     compiler = _compiler()
     cores = usable_cores()
     every = only in (None, TESTED)
-    not_cached = cache.not_cached_reason()
+    libraries, not_cached = cache.writable_cache()
     how = "for this process alone" if not_cached else "once"
     seconds = f"some {max(5, 5 * round(_SECONDS[every] / cores / 5))} seconds"
     which = "for all instructions" if every else "for this machine"
@@ -162,7 +162,7 @@ def _build(only: BuildTarget) -> Path:
     def waiting() -> AbstractContextManager[object]:
         return _shown(f"waiting for another process that compiles custom calls {which}")
 
-    with cache.build_lock(key(only), waiting):
+    with libraries.lock(key(only), waiting):
         if (path := cache.find(key(only))) is not None:
             return path
         with (
@@ -170,10 +170,10 @@ def _build(only: BuildTarget) -> Path:
                 f"compiling custom calls {which}, {how}: {seconds} on {cores} cores"
                 + (not_cached and f"; they cannot be kept ({not_cached})")
             ) as step,
-            cache.build_folder(key(only)) as paths,
+            cache.build(libraries, key(only)) as paths,
         ):
             _compile(compiler, paths, cores, only, jax.ffi.include_dir(), step=step)
-        return paths.installed
+        return libraries.folder / key(only) / cache.LIBRARY
 
 
 @contextmanager
@@ -322,9 +322,9 @@ def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
     ):
         library, objects = Path(scratch) / cache.LIBRARY, Path(scratch) / "objects"
         objects.mkdir()
-        paths = cache.BuildPaths(library, folder / cache.LIBRARY, objects)
+        paths = cache.BuildPaths(library, objects)
         _compile(compiler, paths, usable_cores(), None, headers, _STANDALONE, step=step)
-        os.replace(library, paths.installed)
+        os.replace(library, folder / cache.LIBRARY)
     prebuilt.seal(folder / cache.LIBRARY, own_key(), made_for)
     return folder / cache.LIBRARY
 

@@ -1,30 +1,35 @@
-"""Library cache: the folder of compiled libraries, and checks before loading them.
+"""Library cache: the folder of compiled libraries, and the files of a build.
 
-A library runs as this user, so it is loaded only if no other user could have written it: it and its
-folder belong to the user, or to root as in a container image, and others have no write access. Its
-hash is stored in the same folder, since the loader does not reject a truncated file (a full disk, a
-copied cache), which would crash the process later.
+A library runs as this user, so it is loaded only if no other user could have written it. The loader
+does not reject a truncated file (a full disk, a copied cache), which would crash the process later:
+so all of it has a hash.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import shutil
-import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
-_BUILDING = "building-"  # prefix of unfinished folders
-_private: list[Path] = []  # this process's own folder, if there is one
+from jinfer.disk_cache import (
+    NEW,
+    FolderCache,
+    NoCacheError,
+    cache_folder,
+    is_private,
+    private_folder,
+    remove,
+)
+
+LIBRARY = "libjinfer_cpu.so"
+_LIMIT = 2 << 30  # bytes of all libraries
 _REQUIRED_BYTES = 32 << 20  # twice a library with its objects
-_STALE_SECONDS = 24 * 3600.0  # age at which unfinished folders are removed
+_private: list[Path] = []  # this process's own folder, if there is one
 
 
 @dataclass(frozen=True)
@@ -33,193 +38,73 @@ class BuildPaths:
 
     Attributes:
         library: the library while it is built.
-        installed: the library after the build.
         objects: a folder for finished object files, which outlives an interrupted build.
     """
 
     library: Path
-    installed: Path
     objects: Path
 
 
 def find(key: str) -> Path | None:
-    """Finds the library of this key, if it exists and may be loaded."""
-    for folder in (_cache_folder(), *_private):
-        path = folder / key / LIBRARY if folder is not None else None
-        if path is not None and _is_ours(path) and is_intact(path):
-            return path
-    return None
+    """Find the library of a key that may be loaded."""
+    folders = [*_private]
+    with suppress(NoCacheError):
+        folders.insert(0, cache_folder("libraries"))
+    entries = (FolderCache(folder, _LIMIT).find(key) for folder in folders)
+    return next((entry / LIBRARY for entry in entries if entry is not None), None)
+
+
+def drop(path: Path) -> None:
+    """Remove a library that cannot be loaded."""
+    remove(path.parent)
+
+
+def writable_cache() -> tuple[FolderCache, str]:
+    """The cache, or one for this process alone with the reason why libraries cannot be kept."""
+    try:
+        cache = FolderCache(private_folder(cache_folder("libraries")), _LIMIT)
+        cache.make_room(_REQUIRED_BYTES)
+    except NoCacheError as reason:
+        return FolderCache(_private_folder(), _LIMIT), str(reason)
+    return cache, ""
 
 
 @contextmanager
-def build_lock(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Locks the build of the library of this key; another process may just have finished it.
+def build(cache: FolderCache, key: str) -> Iterator[BuildPaths]:
+    """Give the paths of a build, whose library becomes the key's entry when the block ends.
 
-    Args:
-        key: the library's key.
-        waiting: a context for the time of waiting for another process.
+    Objects of an interrupted build remain, and the next one reuses them.
     """
-    # Imported lazily: not needed if the library exists.
-    from filelock import FileLock, Timeout
-
-    path = _writable_folder() / f"{_BUILDING}{key}.lock"
-    lock = FileLock(path)
+    objects = _objects(cache.folder, key)
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        with waiting():
-            lock.acquire()
-    except (OSError, NotImplementedError):  # a file system without locks: built twice at worst
-        pass
-    try:
-        yield
+        with (
+            cache.new(key) as entry,
+            tempfile.TemporaryDirectory(prefix=NEW, dir=cache.folder) as scratch,
+        ):
+            paths = BuildPaths(Path(scratch) / LIBRARY, objects)
+            yield paths
+            os.replace(paths.library, entry / LIBRARY)
+            (entry / LIBRARY).chmod(0o700)
+        remove(objects)
     finally:
-        lock.release()
-        with suppress(OSError):  # processes that wait for it will find the library
-            path.unlink()
-
-
-@contextmanager
-def build_folder(key: str) -> Iterator[BuildPaths]:
-    """Makes a build folder; at the end its library is installed under the key, the rest removed.
-
-    Installation is atomic, though several processes may build at once. Objects of an interrupted
-    build stay, and the next one reuses them.
-    """
-    parent = _writable_folder()
-    _remove_stale(parent)
-    scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
-    try:
-        paths = BuildPaths(
-            scratch / "build" / LIBRARY, parent / key / LIBRARY, _objects(parent, key)
-        )
-        paths.library.parent.mkdir()
-        yield paths
-        done = scratch / "done"
-        done.mkdir(mode=0o700)
-        os.replace(paths.library, done / LIBRARY)
-        (done / LIBRARY).chmod(0o700)
-        write_hash(done / LIBRARY)
-        if not (_is_ours(paths.installed) and is_intact(paths.installed)):
-            drop(paths.installed)
-        with suppress(OSError):  # another process was faster
-            done.rename(paths.installed.parent)
-        shutil.rmtree(paths.objects, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # an empty folder
-            (parent / f"{_BUILDING}{key}").rmdir()
+        with suppress(OSError):  # if it is empty
+            objects.rmdir()
 
 
 def _objects(parent: Path, key: str) -> Path:
-    """Returns the folder of a key's objects, emptied if another user could have written to it."""
-    folder = parent / f"{_BUILDING}{key}"
+    """The folder of a key's objects, emptied if another user could have written to it."""
+    folder = parent / f"{NEW}{key}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_safe(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    if not is_private(folder):
+        remove(folder)
         folder.mkdir(mode=0o700)
     return folder
 
 
-def drop(path: Path) -> None:
-    """Removes a library that cannot be loaded."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _is_ours(path: Path) -> bool:
-    return all(_is_safe(each) for each in (path.parent.parent, path.parent, path))
-
-
-def _is_safe(path: Path) -> bool:
-    """Whether only this user and root can have written the file."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    if not hasattr(os, "geteuid"):
-        return True
-    closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return closed and not stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0)
-
-
-def is_intact(path: Path) -> bool:
-    """Whether a library still has the hash of `write_hash`."""
-    try:
-        return (path.parent / _HASH).read_text(encoding="utf-8") == _hash(path)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def write_hash(path: Path) -> None:
-    """Writes a library's hash to its folder."""
-    (path.parent / _HASH).write_text(_hash(path), encoding="utf-8")
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _cache_folder() -> Path | None:
-    chosen = os.environ.get("JINFER_CACHE", "")
-    if chosen == "off":
-        return None
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # no HOME, and no passwd entry
-        base = ""
-    if not (chosen or base):
-        return None
-    return Path(chosen or Path(base) / "jinfer") / "custom_calls"
-
-
-def not_cached_reason() -> str:
-    """Returns the reason why a library compiled now is not cached; empty if it is."""
-    return _checked_folder()[1]
-
-
-def _writable_folder() -> Path:
-    """Returns the cache folder if only this user can write to it, else a temporary folder."""
-    return _checked_folder()[0] or _private_folder()
-
-
-def _checked_folder() -> tuple[Path | None, str]:
-    """Returns the cache folder, or the reason why it cannot be used."""
-    folder = _cache_folder()
-    if folder is None:
-        off = os.environ.get("JINFER_CACHE", "") == "off"
-        return None, "JINFER_CACHE=off" if off else "there is no home folder; set JINFER_CACHE"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if hasattr(os, "geteuid") and folder.lstat().st_uid == os.geteuid():
-            folder.chmod(0o700)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return None, f"{folder}: {error.strerror}"
-    if not _is_safe(folder):
-        return None, f"{folder}: others may write to it"
-    if not os.access(folder, os.W_OK):
-        return None, f"{folder}: it cannot be written to"
-    if free < _REQUIRED_BYTES:
-        return (
-            None,
-            f"{folder}: {free / 1e6:.0f} MB are free, of {_REQUIRED_BYTES / 1e6:.0f} that it takes",
-        )
-    return folder, ""
-
-
 def _private_folder() -> Path:
-    """Makes a folder that is removed at the end of this process."""
+    """A folder that is removed at the end of this process."""
     if not _private:
         _private.append(Path(tempfile.mkdtemp(prefix="jinfer-")))
         atexit.register(shutil.rmtree, _private[0], ignore_errors=True)
     return _private[0]
-
-
-def _remove_stale(parent: Path) -> None:
-    for path in parent.glob(f"{_BUILDING}*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import jax
 
-from jinfer.cpu.library_cache import LIBRARY, is_intact, write_hash
+from jinfer.cpu.library_cache import LIBRARY
+from jinfer.disk_cache import is_intact, write_digest
 
 FOLDER = Path(__file__).parent / "prebuilt_library"
 _MADE_FROM = "made_from.json"
@@ -39,14 +40,14 @@ class Interface:
 
 @functools.cache
 def interface(headers: str) -> Interface:
-    """Reads the version of XLA's headers, in the folder `xla` of `headers`."""
+    """The version of XLA's headers, in the folder `xla` of `headers`."""
     text = Path(headers, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
     numbers = (re.search(rf"^#define XLA_FFI_API_{n} (\d+)", text, re.M) for n in _NUMBERS)
     return Interface(*(int(match[1]) if match else 0 for match in numbers))
 
 
 def find(key: str) -> Path | None:
-    """Finds the package's library if it has this key, fits the installed jaxlib and is intact."""
+    """The package's library if it has this key, fits the installed jaxlib and is intact."""
     path = FOLDER / LIBRARY
     if path in _refused or not path.exists():
         return None
@@ -56,11 +57,11 @@ def find(key: str) -> Path | None:
         usable = made_from["key"] == key and here.accepts(made_for)
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return path if usable and is_intact(path) else None
+    return path if usable and is_intact(FOLDER) else None
 
 
 def refuse(path: Path) -> bool:
-    """Makes this process ignore the package's library; returns whether `path` is that library."""
+    """Whether a path is the package's library, which this process then ignores."""
     if path.parent != FOLDER:
         return False
     _refused.append(path)
@@ -68,7 +69,7 @@ def refuse(path: Path) -> bool:
 
 
 def seal(library: Path, key: str, made_for: Interface) -> None:
-    """Writes the files in a library's folder that `find` checks."""
-    write_hash(library)
+    """Write the files next to a library that `find` checks."""
     made_from = {"key": key, "interface": [made_for.major, made_for.minor]}
     (library.parent / _MADE_FROM).write_text(json.dumps(made_from) + "\n", encoding="utf-8")
+    write_digest(library.parent)

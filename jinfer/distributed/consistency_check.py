@@ -10,8 +10,8 @@ from jinfer.distributed.process_group import ProcessGroup
 from jinfer.loader.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.mapped_file import release
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import Opened
-from jinfer.loader.sources import SourceError
 from jinfer.loader.weights.storage_plan import as_whole_numbers
 
 _PLACES, _BYTES = 8, 64  # samples of each tensor, and bytes of each sample

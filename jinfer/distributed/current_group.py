@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 
 if TYPE_CHECKING:
     from jinfer.distributed.process_group import ProcessGroup

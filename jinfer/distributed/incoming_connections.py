@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from jinfer import progress
 from jinfer.distributed.connection import Link, LinkError, authenticate, receive_hello, shut_down
 from jinfer.distributed.message_schemas import Hello, format_address
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 
 HELLO_SECONDS = 10.0  # seconds in which a caller has to authenticate and send its `Hello`
 _MOST = 64  # unauthenticated callers at a time; the oldest is dropped for another one

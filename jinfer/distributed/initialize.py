@@ -41,7 +41,7 @@ from jinfer.distributed.message_schemas import (
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.shared_compile_cache import cache_on_every_rank
 from jinfer.distributed.wire_format import FrameError
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.progress import task
 from jinfer.version import __version__
 

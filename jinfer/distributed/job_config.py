@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 
 PORT = 8476  # rank 0's default
 FLAGS = {

@@ -80,7 +80,7 @@ class ActivationUse:
 
     @property
     def seed(self) -> bytes:
-        """What keys and values depend on beside the tokens."""
+        """Bytes that keys and values depend on, in addition to the tokens."""
         return b"edits" + self.digest if self.edits else b""
 
 
@@ -157,17 +157,17 @@ def _change(edit: Edit, each: tuple[int, ...], prompt: int) -> _Change:
 
 
 def _wrong_shape(edit: Edit, each: tuple[int, ...], begin: int, end: int) -> str:
-    wanted = f"{list(each)}" + (" or one number" if edit.operation != "project_out" else "")
+    shapes = f"{list(each)}" + (" or one number" if edit.operation != "project_out" else "")
     if end < OPEN:
-        wanted += f", or {[end - begin, *each]} for the {end - begin} tokens of the range"
+        shapes += f", or {[end - begin, *each]} for the {end - begin} tokens of the range"
     elif edit.value.shape[1:] == each:
         count = len(edit.value)
-        said = "1 token" if count == 1 else f"{count} tokens"
+        given = "1 token" if count == 1 else f"{count} tokens"
         return (
-            f"it has vectors of {said}, and its range has no end; give {list(each)} for every "
+            f"it has vectors of {given}, and its range has no end; give {list(each)} for every "
             f"token, or tokens=slice({begin}, {begin + count})"
         )
-    return f"the value has shape {list(edit.value.shape)}; a token's is {wanted}"
+    return f"the value has shape {list(edit.value.shape)}; a token's is {shapes}"
 
 
 def _place_edit(name: str, changes: Sequence[_Change], each: tuple[int, ...]) -> PlaceEdit:

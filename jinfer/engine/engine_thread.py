@@ -12,16 +12,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from jinfer.engine import fork_guard
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_stats import Stats
-from jinfer.engine.jobs import EngineJob, QueuedJob
-from jinfer.engine.output.generation import Generation, Usage
+from jinfer.engine.output.completion import Usage
+from jinfer.engine.output.generation import Generation
 from jinfer.engine.requests import (
     ClosedError,
     DeadlineError,
@@ -32,15 +32,63 @@ from jinfer.engine.requests import (
     Token,
 )
 from jinfer.engine.runner.device_state import SamplingRow
-from jinfer.engine.runner.forward_passes import Pause
+from jinfer.engine.runner.forward_passes import Passes, Pause
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.search.search_driver import SearchDriver
-from jinfer.runtime.thread_priority import at_usual_priority
+from jinfer.engine.thread_pools import check_not_forked
+from jinfer.startup.thread_priority import at_usual_priority
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
+
+type EngineJob = Callable[[Engine], Any]  # returns its result, or a generator that does
+
+
+@dataclass
+class QueuedJob:
+    """A queued job; once begun, its passes can restart.
+
+    Attributes:
+        abandoned: nobody waits for its result; it ends at its next part.
+    """
+
+    job: EngineJob
+    future: Future[Any] = field(default_factory=Future)
+    passes: Passes[Any] | None = None
+    abandoned: bool = False
+
+    def advance(self, engine: Engine) -> Pause | None:
+        """Runs its next part; None once it has a result or an exception, or is abandoned."""
+        if self.abandoned:
+            self.restart()
+            return None
+        try:
+            if self.passes is None:
+                result = self.job(engine)
+                if not isinstance(result, Generator):
+                    self.future.set_result(result)
+                    return None
+                self.passes = result
+            return next(self.passes)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+        except BaseException as error:
+            self.future.set_exception(error)
+        return None
+
+    def restart(self) -> None:
+        """Frees what its passes hold; it begins again."""
+        if self.passes is not None:
+            self.passes.close()
+            self.passes = None
+
+    def fail(self, error: RequestError) -> None:
+        """Ends it with an error."""
+        self.restart()
+        self.future.set_exception(error)
+
 
 _CLOSED = "the model was closed; open it again"
 _POLL = 0.01  # polling interval in seconds while a job waits for a program
@@ -151,7 +199,7 @@ class EngineThread:
             _threads.add(self._thread)
 
     def _send(self, message: Callable[[_EngineLoop], Any]) -> None:
-        fork_guard.check()
+        check_not_forked()
         if not self._stop.alive:
             if _exiting.is_set() and threading.current_thread().daemon:
                 threading.Event().wait()  # it ends with the interpreter, without a traceback
@@ -294,10 +342,10 @@ class _EngineLoop:
         sink(error)
 
     def _step(self) -> None:
-        before = self.engine.programs.waited
+        before = self.engine.runner.programs.waited
         try:
             events = self.engine.step()
-            if (waited := self.engine.programs.waited - before) > 0:
+            if (waited := self.engine.runner.programs.waited - before) > 0:
                 for generation, _ in self.generations.values():
                     generation.waited += 0.0 if generation.count else waited
             for event in events:
@@ -365,7 +413,7 @@ class _EngineLoop:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             new_tokens=self.new_tokens,
-            compilations=self.engine.programs.compilations,
+            compilations=self.engine.runner.programs.compilations,
             drafts=counts.drafts,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,

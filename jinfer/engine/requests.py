@@ -8,10 +8,37 @@ from typing import Literal
 import numpy as np
 
 from jinfer.engine.activation_use import ActivationUse
-from jinfer.engine.adapter_use import AdapterUse
-from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
+from jinfer.engine.thinking_budget import ThinkingLimit
 from jinfer.sampling.request_errors import RequestError as RequestError
 from jinfer.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """The LoRA adapter that a request is computed with.
+
+    Attributes:
+        name: what it was loaded as.
+        slot: where its parameters stand in the stacks, from 1.
+        digest: hash of its contents.
+        scale: factor of its terms, in addition to the adapter's own.
+    """
+
+    name: str
+    slot: int
+    digest: bytes
+    scale: float = 1.0
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        """The entry in a program's table: the slot, and the bits of the scale."""
+        return self.slot, int(np.float32(self.scale).view(np.int32))
+
+    @property
+    def seed(self) -> bytes:
+        """Bytes that keys and values depend on, in addition to the tokens."""
+        return b"adapter" + self.digest + np.float32(self.scale).tobytes()
+
 
 # "stop": end of sequence, stop string or id, or a complete grammar; "length": a limit.
 FinishReason = Literal["stop", "length"]
@@ -80,18 +107,18 @@ class Request:
     activations: ActivationUse | None = None
 
     def seed(self, steady: int | None) -> bytes:
-        """What the content of its blocks depends on besides the tokens.
+        """What the content of its blocks depends on extras the tokens.
 
         Args:
             steady: prompt length up to which positions do not depend on the length.
         """
         length = len(self.prompt)
         stretched = length if steady is not None and length > steady else 0
-        beside = b"" if self.adapter is None else self.adapter.seed
-        beside += b"" if self.activations is None else self.activations.seed
+        extra = b"" if self.adapter is None else self.adapter.seed
+        extra += b"" if self.activations is None else self.activations.seed
         if not self.encoder and not stretched:
-            return beside
-        return beside + np.array([stretched, *self.encoder], np.int64).tobytes()
+            return extra
+        return extra + np.array([stretched, *self.encoder], np.int64).tobytes()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Thread pools: threads that start at once, and work where no thread can start any more.
+"""Threads of an engine: pools, the end of the interpreter, and processes that were forked.
 
 Once the main thread has returned, Python starts no threads, while those that run are awaited.
 """
@@ -6,6 +6,7 @@ Once the main thread has returned, Python starts no threads, while those that ru
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,3 +67,26 @@ def explain_shutdown() -> Iterator[None]:
             "the main thread has returned, so that no model can be opened any more; open it there, "
             "or let the main thread join the threads that do"
         ) from None
+
+
+_opened_in: int | None = None  # the process that opened the first model
+
+
+def note_model_opened() -> None:
+    """Records that this process opens a model. Raises as `check_not_forked`."""
+    global _opened_in
+    if _opened_in is None:
+        _opened_in = os.getpid()
+    check_not_forked()
+
+
+def check_not_forked() -> None:
+    """Raise `EngineError` in a process that was forked after a model was opened.
+
+    It has neither XLA's threads nor the engine's, so that it would wait for ever.
+    """
+    if _opened_in is not None and _opened_in != os.getpid():
+        raise EngineError(
+            "this process was forked from one that had opened a model, whose threads it has not; "
+            "start it with multiprocessing.get_context('spawn'), and open the model in it"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import nearest_hint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
@@ -30,17 +30,17 @@ _log = logging.getLogger("jinfer")
 
 
 def fetched(source: str, name: str, file: str, revision: str | None) -> Path:
-    """The folder of a repository's snapshot, or a file in it.
+    """Fetch a repository and return the folder of its snapshot, or a file in it.
 
-    Where the hub cannot be reached, or HF_HUB_OFFLINE is set, that of the cache.
+    If the hub cannot be reached, or HF_HUB_OFFLINE is set, the cache is used.
 
     Args:
-        source: as the user wrote it, for errors.
+        source: the user's source, for errors.
         name: `owner/name`.
-        file: "": the folder.
+        file: a file of the repository; "": the folder.
 
     Raises:
-        SourceError: there is no such repository or file, or nothing of it in the cache.
+        SourceError: the repository or the file does not exist, or is not in the cache.
     """
     try:
         import huggingface_hub as hub
@@ -58,11 +58,11 @@ def fetched(source: str, name: str, file: str, revision: str | None) -> Path:
         except SourceError:
             raise
         except Exception as error:  # the hub's library raises its own, its HTTP library's, OSError
-            told = str(error).strip() or type(error).__name__
-            told = told.splitlines()[0]
+            message = str(error).strip() or type(error).__name__
+            message = message.splitlines()[0]
             if not _is_lost(error):
-                raise SourceError(f"{source}: {told}") from error
-            reason = f"{_host(constants.ENDPOINT)} cannot be reached ({told})"
+                raise SourceError(f"{source}: {message}") from error
+            reason = f"{_host(constants.ENDPOINT)} cannot be reached ({message})"
     found = _cached(hub, source, name, file, revision, reason)
     if not offline:
         _log.warning("%s: %s; its copy in the cache is used: %s", source, reason, found)
@@ -70,28 +70,28 @@ def fetched(source: str, name: str, file: str, revision: str | None) -> Path:
 
 
 def snapshot(path: Path) -> Path:
-    """The snapshot in a repository's folder of the hub's cache; any other path as it is.
+    """Return the snapshot in a repository's folder of the hub's cache; other paths unchanged.
 
     Raises:
-        SourceError: there are several and none is `main`, or none.
+        SourceError: there is no snapshot, or there are several and none is `main`.
     """
     folder = path.parent if path.name == "snapshots" else path
     if not (folder.name.startswith(_REPOSITORY) and (folder / "snapshots").is_dir()):
         return path
-    every = {each.name: each for each in (folder / "snapshots").iterdir() if each.is_dir()}
+    snapshots = {each.name: each for each in (folder / "snapshots").iterdir() if each.is_dir()}
     main = folder / "refs" / "main"
-    named = main.read_text(errors="replace").strip()[:100] if main.is_file() else ""
-    if named in every:
-        return every[named]
-    if len(every) == 1:
-        return next(iter(every.values()))
-    listed = ", ".join(sorted(every)[:5])
-    what = f"several snapshots ({listed}): name one of them" if every else "no snapshot"
+    name = main.read_text(errors="replace").strip()[:100] if main.is_file() else ""
+    if name in snapshots:
+        return snapshots[name]
+    if len(snapshots) == 1:
+        return next(iter(snapshots.values()))
+    listed = ", ".join(sorted(snapshots)[:5])
+    what = f"several snapshots ({listed}): name one of them" if snapshots else "no snapshot"
     raise SourceError(f"{path}: is a folder of the hub's cache and holds {what}")
 
 
 def repository(path: Path) -> str:
-    """`owner/name` of a snapshot in the cache; "" for any other path."""
+    """Return `owner/name` of a snapshot in the cache; "" for other paths."""
     snapshots = path.parent
     if snapshots.name != "snapshots" or not snapshots.parent.name.startswith(_REPOSITORY):
         return ""
@@ -99,12 +99,12 @@ def repository(path: Path) -> str:
 
 
 def _downloaded(hub: Any, source: str, name: str, file: str, revision: str | None) -> Path:
-    # Not list_repo_files, which asks again and again, for half a minute, where nobody answers.
+    # Not list_repo_files, which retries for half a minute if nobody answers.
     about = hub.model_info(name, revision=revision, timeout=_PATIENCE)
     files = [each.rfilename for each in about.siblings or ()]
     if file and file not in files:
         raise SourceError(f"{source}: there is no {file} in {name}; {nearest_hint(file, files)}")
-    # The same weights often lie there in several formats: only the safest is fetched.
+    # A repository often has the same weights in several formats: only the safest is fetched.
     weights = next((w for w in HUB_WEIGHTS if any(Path(f).match(w) for f in files)), "*.bin")
     patterns = [*(p for p in HUB_FILES if p not in HUB_WEIGHTS), file or weights]
     folder = hub.snapshot_download(name, revision=revision, allow_patterns=patterns)
@@ -112,7 +112,7 @@ def _downloaded(hub: Any, source: str, name: str, file: str, revision: str | Non
 
 
 def _cached(hub: Any, source: str, name: str, file: str, revision: str | None, reason: str) -> Path:
-    """What the cache has of a repository. Raises `SourceError` where that is nothing."""
+    """Return the copy of a repository in the cache. Raises `SourceError` if there is none."""
     try:
         folder = hub.snapshot_download(name, revision=revision, local_files_only=True)
     except Exception as error:
@@ -131,7 +131,7 @@ def _host(endpoint: str) -> str:
 
 
 def _unresolved(endpoint: str) -> str:
-    """Why the hub's name leads nowhere, which is known at once; "" if it may lead somewhere."""
+    """Return the reason why the hub's name cannot be resolved; "" if it can, or a proxy does it."""
     from urllib.request import getproxies  # with all of SSL, which starts without a hub do without
 
     if getproxies():  # they look names up themselves
@@ -140,13 +140,13 @@ def _unresolved(endpoint: str) -> str:
     try:
         socket.getaddrinfo(host, 443)
     except (OSError, UnicodeError) as error:
-        told = getattr(error, "strerror", None) or error
-        return f"{host} cannot be reached ({told})"
+        reason = getattr(error, "strerror", None) or error
+        return f"{host} cannot be reached ({reason})"
     return ""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether nobody answered, or one that cannot at the moment."""
+    """Whether the hub did not answer, or answered that it cannot at the moment."""
     names = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return bool(names & _LOST) or (isinstance(status, int) and status >= 500)

@@ -9,12 +9,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from jinfer.loader.sources import SourceError, is_local
+from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.sources import is_local
 from jinfer.loader.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import read_toml, specs_folder, with_families
+from jinfer.modelspec.spec_files import (
+    families,
+    model_specs,
+    read_toml,
+    specs_folder,
+    with_families,
+)
 from jinfer.modelspec.toml_tables import check_parameters
 
 _HEADS = ("name", "type", "size", "GiB in q4", "here")
@@ -39,10 +46,11 @@ class Entry:
     """A model specification of `specs/`.
 
     Attributes:
-        parameters: how many; None where neither the specification nor a checkpoint at hand says.
-        exact: whether the size of each of its arrays is known, not only how many parameters it has.
+        parameters: number of parameters; None if neither the specification nor a local checkpoint
+            has it.
+        exact: whether the size of each array is known, not only the number of parameters.
         memory: bytes at each of `WIDTHS`, without a cache.
-        source: where its weights come from.
+        source: the source of its weights.
     """
 
     name: str
@@ -55,47 +63,47 @@ class Entry:
 
 
 def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
-    """Every model specification, by name.
+    """Yield the model specifications by name.
 
     Args:
-        text: only those that have it in their name or their family's, or match it as a pattern.
+        text: a part of their name or of their family's name, or a pattern that matches it.
 
     Raises:
-        SpecError: a specification is wrong.
+        SpecError: a specification is invalid.
     """
-    for path in sorted((folder or specs_folder()).glob("*.toml")):
+    for name, path in model_specs(folder).items():
         table = read_toml(path)
         family = str(table.get("family", "-")).removesuffix(".toml")
-        if not any(_fits(name, text) for name in (path.stem, family)):
+        if not any(_fits(known, text) for known in (name, family)):
             continue
         tables = with_families(table, path)
-        stacks = {stack for each in tables for stack in STACKS if stack in each}
+        stacks = {stack for own in tables for stack in STACKS if stack in own}
         kind = "-".join(sorted(stacks, reverse=True))
-        said, sizes = table.get("parameters"), None
-        if said is not None:
-            counts: Any = check_parameters(said, path)
+        parameters, sizes = table.get("parameters"), None
+        if parameters is not None:
+            counts: Any = check_parameters(parameters, path)
             sizes = Sizes(**counts)
         elif (spec := _resolved(path)) is not None:
             sizes = sizes_of(spec)
         yield Entry(
-            name=path.stem,
+            name=name,
             family=family,
             type=kind if len(stacks) > 1 else f"{kind}-only",
             parameters=sizes.parameters if sizes else None,
-            exact=sizes is not None and not isinstance(said, str),
+            exact=sizes is not None and not isinstance(parameters, str),
             memory=tuple(sizes.total_bytes(bits) for bits in WIDTHS) if sizes else (),
             source=str(table.get("weights", "-")),
         )
 
 
 def _fits(name: str, text: str) -> bool:
-    """Whether a name has a text in it, or matches it if that is a pattern."""
+    """Whether a name contains a text, or matches it if it is a pattern."""
     pattern = text if set(text) & set("*?[") else f"*{text}*"
     return fnmatchcase(name.lower(), pattern.lower())
 
 
 def _resolved(path: Path) -> ModelSpec | None:
-    """The model, if its sizes are known: from the specification alone, or a checkpoint at hand."""
+    """Resolve a model from its specification, or with a local checkpoint; None if impossible."""
     tables = with_families(read_toml(path), path)
     try:
         return resolve(tables, str(path), CheckpointFacts(), {})
@@ -103,7 +111,7 @@ def _resolved(path: Path) -> ModelSpec | None:
         pass
     if str(tables[-1].get("weights", "")).startswith("hf://"):
         return None  # a list downloads nothing
-    # Here, because it needs JAX, and nearly every specification says how large its model is.
+    # Imported here, because it imports JAX, and nearly every specification has the size.
     from jinfer.loader.checkpoint import CheckpointError
     from jinfer.loader.open_model import open_files
     from jinfer.loader.resolve_model import resolve_model
@@ -115,28 +123,29 @@ def _resolved(path: Path) -> ModelSpec | None:
 
 
 def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -> str:
-    """The catalogue, or of it what fits a text, for reading; "-" where a size is not known.
+    """Return the catalogue as text; an unknown size is "-".
 
     Args:
-        memory: show what each width takes, families and sources, in lines of 160 columns.
+        text: as in `entries`.
+        memory: show the memory at each width, families and sources, in lines of 160 columns.
 
     Raises:
-        SpecError: nothing fits, or a specification is wrong.
+        SpecError: nothing matches, or a specification is invalid.
     """
     found = list(entries(folder, text))
     if not found:
-        near = get_close_matches(text, [path.stem for path in specs_folder().glob("**/*.toml")], 1)
+        near = get_close_matches(text, [*model_specs(), *families()], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise SpecError(repr(text), "", f"fits the name of no model or family{hint}")
     if memory:
         return _lines([_MEMORY_HEADS, *map(_memory_row, found)], _MEMORY_NUMBERS, _MEMORY_NOTE)
-    beside = folder or specs_folder()
-    return _lines([_HEADS, *(_row(entry, beside) for entry in found)], _NUMBERS, _NOTE)
+    base = folder or specs_folder()
+    return _lines([_HEADS, *(_row(entry, base) for entry in found)], _NUMBERS, _NOTE)
 
 
-def _row(entry: Entry, beside: Path) -> tuple[str, ...]:
+def _row(entry: Entry, base: Path) -> tuple[str, ...]:
     memory = gib_text(entry.memory[WIDTHS.index(4)]) if entry.memory else "-"
-    here = "yes" if is_local(entry.source, beside) else ""
+    here = "yes" if is_local(entry.source, base) else ""
     return (entry.name, _TYPES[entry.type], _count(entry), memory, here)
 
 

@@ -35,10 +35,10 @@ _MAIN: Mapping[str, str] = {
 
 
 def override_tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts keys that the user sets (dotted names) to tables that override a specification.
+    """Convert dotted keys that the user sets to tables that take precedence over a specification.
 
     Raises:
-        RequestError, SpecError: a key does not exist.
+        RequestError, SpecError: an unknown key.
     """
     check_keywords(overrides)
     tables: dict[str, Any] = {}
@@ -47,17 +47,17 @@ def override_tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def check_keywords(given: Mapping[str, Any]) -> None:
+def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Rejects unknown keys, and names the equivalent of other engines' keys.
 
     Args:
-        given: keys of a specification, dotted or not, and their values.
+        keywords: keys of a specification, dotted or not, and their values.
 
     Raises:
-        RequestError: one is another engine's, a key without its table, a table without a key, or a
-            request's parameter.
+        RequestError: another engine's name, a key without its table, a table without a key, or a
+            parameter of requests.
     """
-    for key, value in given.items():
+    for key, value in keywords.items():
         if key in _MAIN and isinstance(value, str | int | float):
             call = f"LLM(source, **{{{_MAIN[key]!r}: {value!r}}})"
             raise RequestError(f"{key} is a table; this may be {_MAIN[key]}: {call}")
@@ -75,7 +75,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
                 f"generation.{name} is its default"
             )
         if not found:
-            continue  # `resolve_spec` lists the allowed keys
+            continue  # resolving the specification reports unknown keys
         if " " not in found:
             simple = isinstance(value, int | float | str) and found == "engine.context"
             shown = repr(value)[:40] if simple else "..."

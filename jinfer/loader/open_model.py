@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.loader.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.classification_config import ClassificationConfig, find_classification
@@ -33,13 +32,20 @@ from jinfer.loader.config.generation_config import (
 from jinfer.loader.config.pooling_config import PoolingSpec, find_pooling
 from jinfer.loader.config.unused_config import check_unused
 from jinfer.loader.hub import repository
-from jinfer.loader.model_files import ModelFiles, read_spec_file, tokenizer_path
+from jinfer.loader.model_files import (
+    AdapterFile,
+    ModelFiles,
+    adapter_files,
+    read_spec_file,
+    tokenizer_path,
+    with_own_heads,
+)
 from jinfer.loader.open_keywords import override_tables
 from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.sources import full_source, locate
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
-from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind, parse_cache_dtype
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.ops.matmul.dense import reads_16_bit_weights

@@ -21,9 +21,11 @@ from jinfer.loader.config.classification_config import RANK
 from jinfer.loader.config.unused_config import consequences, unread
 from jinfer.loader.model_files import ModelFiles, check_enclosed
 from jinfer.loader.weights.tensor_mapping import PIECE, by_name, row_reader, same_values
-from jinfer.modelspec.blocks import Block, HeadSpec, LearnedPositionsSpec, SinusoidalPositionsSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import LearnedPositionsSpec, SinusoidalPositionsSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import CLASSIFIES, find_family, format_table, with_families
@@ -47,7 +49,7 @@ def resolve_model(
     """
     looked_up, path = set[str](), str(files.path)
     facts = _facts(files, looked_up)
-    families = _families(files, facts)
+    families = _families(files)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
     if files.multimodal is not None:
         base = {**base, "tensors": files.multimodal.tensors}
@@ -73,11 +75,11 @@ def family_of(files: ModelFiles) -> str:
     return str(find_family(_facts(files, set()), files.architectures, files.path))
 
 
-def _families(files: ModelFiles, facts: CheckpointFacts) -> list[Mapping[str, Any]]:
+def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
     """Return the specification's tables, the most general first, or the matching family's."""
-    if not files.describes_model:  # the family that matches comes with jinfer
-        family = str(find_family(facts, files.architectures, files.path))
-        return [*with_families({**files.own, "family": family}, files.path)]
+    if not files.describes_model:
+        # The family comes with jinfer. Keys that only choose it do not count as read.
+        return [*with_families({**files.own, "family": family_of(files)}, files.path)]
     tables = with_families(dict(files.own), files.path)
     for table in tables if files.enclosed else ():
         check_enclosed(files.path, "family", table.get("family"))

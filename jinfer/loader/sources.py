@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import dangling_link
-from jinfer.loader.config.config_json import SourceError as SourceError
+from jinfer.loader.config.source_errors import SourceError as SourceError
 from jinfer.loader.hub import fetched, snapshot
-from jinfer.modelspec.spec_files import read_toml, specs_folder
+from jinfer.modelspec.spec_files import is_model_table, model_specs, read_toml
 from jinfer.modelspec.toml_tables import check_text
+from jinfer.sandbox.safe_files import dangling_link
 
 PLACES = ("weights", "tokenizer")  # keys of a specification whose values are sources
 
@@ -50,7 +50,7 @@ def full_source(source: str | Path, base: Path) -> str:
     source = str(source)
     if "://" in source or os.path.exists(base / os.path.expanduser(source)):
         return source
-    known = {path.stem: path for path in specs_folder().glob("*.toml")}
+    known = model_specs()
     if source in known:
         return str(known[source])
     repository = _REPOSITORY.fullmatch(source)
@@ -89,7 +89,7 @@ def locate(source: str, base: Path) -> Path:
             reason = f"unknown scheme {scheme!r}; allowed: a path, package://, hf://"
             raise SourceError(f"{source}: {reason}")
         path = base / Path(source).expanduser()
-        if not path.exists():
+        if not path.exists() and not is_model_table(path):
             near = get_close_matches(path.name, names_in(path.parent), 1)
             hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
             reason = dangling_link(path) or f"there is no such file or folder{hint}"

@@ -5,19 +5,120 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jinfer.modelspec.attention_parts import (
-    DifferentialSpec,
-    HeadNormSpec,
-    IndexerSpec,
-    OutputGateSpec,
-    QKNormSpec,
-    TemperatureSpec,
-)
-from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
+from jinfer.modelspec.block import ArrayKind, Block, CachedKV
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
-from jinfer.modelspec.feed_forward_blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import Activation, MoESpec
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
 from jinfer.modelspec.spec_errors import show_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNormSpec:
+    """Normalization inside attention; "l2" is x / sqrt(sum(x^2) + eps) * weight.
+
+    over: "head": each head, with one weight shared by all heads; "heads": each head, with its own
+        weight; "width": all heads together.
+    weight: whether there is a weight.
+    plus_one: the factor is 1 + weight.
+    bias: whether there is a bias.
+    """
+
+    kind: Literal["rms", "layer", "l2"]
+    over: Literal["head", "heads", "width"] = "head"
+    eps: NotNegative = 1e-6
+    weight: bool = True
+    plus_one: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNormSpec(HeadNormSpec):
+    """Normalization of queries and keys (arXiv 2010.04245).
+
+    rotated: whether it comes after the rotary embedding, else before.
+    """
+
+    rotated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGateSpec:
+    """A gate on attention's output: output * activation(gate(x)), before `o` (arXiv 2505.06708).
+
+    per: "element": `attn.gate` is as wide as the output; "head": it gives a number per head.
+    bias: whether the projection has a bias; "head": one number per head, `attn.gate_bias`.
+    scale: factor of the activation.
+    """
+
+    per: Literal["element", "head"] = "element"
+    activation: Activation = "sigmoid"
+    bias: bool | Literal["head"] = False
+    scale: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureSpec:
+    """A factor of queries that grows with the position.
+
+    1 + beta * ln(1 + floor((position + offset) / span)) (Llama 4); with `power` it is instead
+    (1 + (position + offset) / span)^power.
+    """
+
+    beta: NotNegative = 0.0
+    span: Size
+    offset: Count = 0
+    power: NotNegative | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        return ("power", "excludes beta") if self.power is not None and self.beta else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferentialSpec:
+    """Differential attention (arXiv 2410.05258): the difference of two softmax maps.
+
+    Of the heads, those of the first half less lambda times those of the second; the values of a
+    head of either half are those of both. The result is normalized, without a weight, and
+    multiplied by 1 - init. lambda is exp(q1 . k1) - exp(q2 . k2) + init, of four learned vectors.
+
+    init: of lambda, in the paper 0.8 - 0.6 * exp(-0.3 * i).
+    eps: epsilon of the norm.
+    """
+
+    init: NotNegative
+    eps: NotNegative = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Sparse attention: an indexer chooses the keys of each query (arXiv 2512.02556).
+
+    A key's score is the sum over the indexer's heads of w * relu(q . k); q comes from the queries'
+    latent or, without one, from the attention's input, w and the key, which all heads share, from
+    the input. The key has a layer norm. Queries and keys are rotated after it.
+
+    top_k: how many keys a query attends to: those with the highest scores.
+    heads: of the indexer's queries.
+    head_dim: dimensions of each, and of the key.
+    position: rotation of `dim` dimensions of queries and keys.
+    rotated: whether these are the first or the last dimensions.
+    eps: epsilon of the key's norm.
+    shared: whether the keys are those that the nearest earlier layer's attention of the same name
+        has chosen; there are no parameters then.
+    """
+
+    top_k: Size
+    heads: Size
+    head_dim: Size
+    position: RopeSpec | None = None
+    rotated: Literal["first", "last"] = "first"
+    eps: NotNegative = 1e-6
+    shared: bool = False
+
+    def check(self) -> tuple[str, str] | None:
+        if self.position is not None and self.position.dim > self.head_dim:
+            return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        return None
 
 
 def _check_bias(bias: bool | str) -> tuple[str, str] | None:
@@ -57,7 +158,7 @@ class AttentionSpec(Block):
     kv_layer: number of an earlier layer, whose attention of the same name has the keys and values
         (KV sharing, arXiv 2405.12981); none: it has its own.
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
-    low_rank: rank of two matrices beside `q`, `k` and `v` each, `attn.q_low.down` and
+    low_rank: rank of two matrices added to each of `q`, `k` and `v`, `attn.q_low.down` and
         `attn.q_low.up` and so on: q(x) + up(down(x)); none: there are none.
     """
 
@@ -124,14 +225,14 @@ class AttentionSpec(Block):
         """Dimensions of each value head."""
         return self.value_dim or self.head_dim
 
-    def cached(self) -> CachedVectors | None:
+    def cached(self) -> CachedKV | None:
         if self.kv_layer is not None:
             return None
         width = self.value_width * (2 if self.differential is not None else 1)
         index = self.own_indexer.head_dim if self.own_indexer is not None else 0
         window = self.window or self.chunk
         biased = not isinstance(self.position, RopeSpec | None)
-        return CachedVectors(
+        return CachedKV(
             self.kv_heads,
             self.head_dim,
             width,
@@ -253,8 +354,8 @@ class CrossAttentionSpec(Block):
         """Number of key and value heads."""
         return self.kv_heads or self.heads
 
-    def cached(self) -> CachedVectors:
-        return CachedVectors(self.keys, self.head_dim, self.head_dim, encoded=True)
+    def cached(self) -> CachedKV:
+        return CachedKV(self.keys, self.head_dim, self.head_dim, encoded=True)
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
@@ -311,9 +412,9 @@ class LatentAttentionSpec(Block):
         """Its indexer, unless another layer's chooses the keys."""
         return None if self.indexer is None or self.indexer.shared else self.indexer
 
-    def cached(self) -> CachedVectors:
+    def cached(self) -> CachedKV:
         index = self.own_indexer.head_dim if self.own_indexer is not None else 0
-        return CachedVectors(1, self.latent_rank + self.rope_dim, 0, index_width=index)
+        return CachedKV(1, self.latent_rank + self.rope_dim, 0, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:
         needs = "a latent attention, which only a decoder can: it needs a cache"

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 ArrayKind = Literal["vectors", "indices", "encoded"]
 
 
-class CachedVectors(NamedTuple):
+class CachedKV(NamedTuple):
     """What a block caches per token: keys and values, their widths, in which group.
 
     Attributes:
@@ -58,7 +58,7 @@ class Block:
         """The kinds of its arguments, where its fields decide."""
         return self.takes
 
-    def cached(self) -> CachedVectors | CachedState | None:
+    def cached(self) -> CachedKV | CachedState | None:
         """What it caches; None: nothing."""
         return None
 

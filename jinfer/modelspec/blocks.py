@@ -2,120 +2,25 @@
 
 `kind = "..."` in a module's table selects the class; the other keys are its fields. A field with
 the default `dim("name")` defaults to that dimension in `[dims]`. `check` returns what is wrong with
-a combination of fields, as (field, reason). `MODULES` names the Flax module that computes a block.
-The docstrings are part of docs/specs.md.
+a combination of fields, as (field, reason). `jinfer.nn.block_registry` has the Flax module of each
+block. The docstrings are part of docs/specs.md.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Union
 
-from jinfer.modelspec.attention_blocks import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    ExpertAttentionSpec,
-    LatentAttentionSpec,
-)
-from jinfer.modelspec.attention_parts import (
-    DifferentialSpec,
-    HeadNormSpec,
-    IndexerSpec,
-    OutputGateSpec,
-    QKNormSpec,
-    TemperatureSpec,
+from jinfer.modelspec import (
+    attention_blocks,
+    feed_forward_blocks,
+    position_blocks,
+    recurrent_blocks,
 )
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, NotNegative, Size, dim
-from jinfer.modelspec.feed_forward_blocks import (
-    ACTIVATION_ALIASES,
-    Activation,
-    ActivationSpec,
-    GatedActivation,
-    GatedMLPSpec,
-    MLPSpec,
-    MoESpec,
-)
-from jinfer.modelspec.position_blocks import (
-    AlibiSpec,
-    DisentangledSpec,
-    LearnedPositionsSpec,
-    RelativeBiasSpec,
-    RopeScalingSpec,
-    RopeSpec,
-    SinusoidalPositionsSpec,
-)
-from jinfer.modelspec.recurrent_blocks import (
-    BonusSpec,
-    ConvSpec,
-    DeltaSpec,
-    LinearAttentionSpec,
-    LRUSpec,
-    SelectiveScanSpec,
-    ShiftSpec,
-    SSMSpec,
-    WKV7Spec,
-    WKVSpec,
-)
-from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
-
-__all__ = [
-    "ACTIVATION_ALIASES",
-    "MODULES",
-    "Activation",
-    "ActivationSpec",
-    "AlibiSpec",
-    "AnyBlock",
-    "AttentionSpec",
-    "BiasSpec",
-    "Block",
-    "BlockLinearSpec",
-    "BonusSpec",
-    "ClassifierSpec",
-    "ConcatSpec",
-    "ConvSpec",
-    "CrossAttentionSpec",
-    "DeltaSpec",
-    "DifferentialSpec",
-    "DisentangledSpec",
-    "EmbeddingSpec",
-    "ExpertAttentionSpec",
-    "GatedActivation",
-    "GatedMLPSpec",
-    "HeadNormSpec",
-    "HeadSpec",
-    "IndexerSpec",
-    "L2NormSpec",
-    "LRUSpec",
-    "LatentAttentionSpec",
-    "LayerNormSpec",
-    "LearnedPositionsSpec",
-    "LinearAttentionSpec",
-    "LinearSpec",
-    "MLPSpec",
-    "MixSpec",
-    "MoESpec",
-    "OutputGateSpec",
-    "PoolSpec",
-    "QKNormSpec",
-    "RMSNormSpec",
-    "RelativeBiasSpec",
-    "RepeatSpec",
-    "RescaleSpec",
-    "RopeScalingSpec",
-    "RopeSpec",
-    "SSMSpec",
-    "ScaleSpec",
-    "SelectSpec",
-    "SelectiveScanSpec",
-    "ShiftSpec",
-    "SinusoidalPositionsSpec",
-    "SpreadSpec",
-    "SumSpec",
-    "TemperatureSpec",
-    "WKV7Spec",
-    "WKVSpec",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,14 +169,14 @@ class SelectSpec(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadSpec(Block):
+class VocabMapSpec(Block):
     """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
     The parameter `offsets` is the difference of each token's id and its index in the reduced
     vocabulary.
     """
 
-    kind: Literal["spread"]
+    kind: Literal["vocab_map"]
     inputs: int = dim("vocab")
     outputs: int = dim("vocab")
 
@@ -283,7 +188,7 @@ class HeadSpec(Block):
     tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
         for it with other values.
     normalize: the rows of its weight are normalized to length 1 when they are loaded.
-    never: ids of tokens that are never sampled, whatever their logits.
+    never: ids of tokens that are never sampled, even if their logits are the highest.
     """
 
     kind: Literal["head"]
@@ -336,48 +241,78 @@ class ClassifierSpec(Block):
         return "" if part == "head" else "a classification head, which only the head formula can"
 
 
-# The blocks of the language -> the Flax module of each, in `jinfer.nn`. A name, so that reading a
-# specification imports none.
-MODULES: dict[type[Block], str] = {
-    EmbeddingSpec: "projections.Embedding",
-    LearnedPositionsSpec: "positions.PositionTable",
-    SinusoidalPositionsSpec: "positions.Sinusoids",
-    RMSNormSpec: "norm_modules.RMSNorm",
-    L2NormSpec: "norm_modules.L2Norm",
-    LayerNormSpec: "norm_modules.LayerNorm",
-    ScaleSpec: "norm_modules.Scale",
-    BiasSpec: "norm_modules.Bias",
-    LinearSpec: "projections.Linear.of",
-    BlockLinearSpec: "projections.BlockLinear",
-    ConcatSpec: "stream_modules.Concat",
-    SelectSpec: "pooling.Select",
-    MixSpec: "stream_modules.Mix",
-    RepeatSpec: "stream_modules.Repeat",
-    SumSpec: "stream_modules.Sum",
-    RescaleSpec: "stream_modules.Rescale",
-    SpreadSpec: "stream_modules.VocabMap",
-    HeadSpec: "projections.Head",
-    ActivationSpec: "feed_forward.Activation",
-    PoolSpec: "pooling.Pool",
-    ClassifierSpec: "pooling.Classifier",
-    AttentionSpec: "attention_modules.Attention",
-    ExpertAttentionSpec: "attention_modules.ExpertAttention",
-    CrossAttentionSpec: "attention_modules.CrossAttention",
-    LatentAttentionSpec: "mla.LatentAttention",
-    MLPSpec: "feed_forward.MLP",
-    GatedMLPSpec: "feed_forward.GatedMLP",
-    MoESpec: "feed_forward.MixtureOfExperts",
-    ConvSpec: "recurrent_modules.ShortConv",
-    SSMSpec: "recurrent_modules.SSM",
-    SelectiveScanSpec: "recurrent_modules.SelectiveScan",
-    DeltaSpec: "recurrent_modules.GatedDelta",
-    LRUSpec: "recurrent_modules.RGLRU",
-    LinearAttentionSpec: "recurrent_modules.LinearAttention",
-    ShiftSpec: "recurrent_modules.Shift",
-    WKVSpec: "recurrent_modules.WKV",
-    WKV7Spec: "recurrent_modules.WKV7",
-    BonusSpec: "recurrent_modules.Bonus",
-}
+@dataclass(frozen=True, kw_only=True)
+class MixSpec(Block):
+    """Weighted sums of the equal parts of a vector: `mix(x, weights)`.
+
+    Of `inputs` parts become `outputs`. The weights are a vector, too, computed from each token:
+    first those of the first output, one for each input.
+
+    inputs: number of parts of `x`.
+    outputs: number of parts of the result.
+    """
+
+    kind: Literal["mix"]
+    inputs: Size
+    outputs: Size
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatSpec(Block):
+    """A vector several times, one after the other."""
+
+    kind: Literal["repeat"]
+    times: Size
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSpec(Block):
+    """The sum of the equal parts of a vector."""
+
+    kind: Literal["sum"]
+    parts: Size
+    passes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescaleSpec(Block):
+    """Gives the parts of a vector the root mean square of another one: `rescale(x, like)`.
+
+    x * sqrt(mean(like^2) / max(mean(x^2), eps)), for each part of x.
+
+    parts: number of equal parts of `x`.
+    eps: the least mean square that is divided by.
+    """
+
+    kind: Literal["rescale"]
+    parts: Size = 1
+    eps: NotNegative = 1e-5
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1
+
+
+def _block_kinds() -> tuple[type[Block], ...]:
+    """The block classes with a `kind` of their own, in the order of their definitions."""
+    files = (
+        sys.modules[__name__],
+        position_blocks,
+        attention_blocks,
+        feed_forward_blocks,
+        recurrent_blocks,
+    )
+    return tuple(
+        value
+        for file in files
+        for value in vars(file).values()
+        if isinstance(value, type) and value.__module__ == file.__name__
+        if issubclass(value, Block) and "kind" in inspect.get_annotations(value)
+    )
+
+
+BLOCKS = _block_kinds()
 
 # The type of a module's table in a specification: any of the blocks.
-AnyBlock: Any = Union[tuple(MODULES)]  # noqa: UP007 - of a tuple
+AnyBlock: Any = Union[BLOCKS]  # noqa: UP007 - of a tuple

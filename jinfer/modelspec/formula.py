@@ -1,6 +1,6 @@
 """Wiring formulas: how a layer, a stem or a head is composed of its modules.
 
-A formula is a few lines `name = expression` of arithmetic and calls of modules declared beside it.
+A formula is a few lines `name = expression` of arithmetic and calls of modules of the same table.
 Its value is that of its last line, an expression or an assignment to `x`. It is checked by
 evaluating it once on abstract arrays, so errors show before any array is computed.
 """
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 from jinfer.modelspec.block import ArrayKind
 from jinfer.modelspec.expressions import (
@@ -26,9 +26,62 @@ from jinfer.modelspec.expressions import (
     syntax_tree,
 )
 from jinfer.modelspec.feed_forward_blocks import Activation
-from jinfer.modelspec.formula_taps import FormulaTaps, ValueNames, value_names
 from jinfer.modelspec.residual_contributions import Contribution, name_contributions
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
+
+
+class FormulaTaps(Protocol):
+    """What sees, and may change, the values of a formula; names are as `value_names` has them."""
+
+    def assigned(self, name: str, value: Any) -> Any:
+        """The value to go on with in place of one that a line assigns, or adds to the stream."""
+        ...
+
+    def called(self, name: str, module: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
+        """The value to go on with in place of a module's output."""
+        ...
+
+
+class ValueNames(NamedTuple):
+    """Names of a formula's values.
+
+    Of two assignments to `x` the first is `x@1` and the last `x`; so are two calls of a module. The
+    output of a module whose name is assigned too is `attn()`.
+
+    Attributes:
+        lines: the name of each line's value.
+        calls: how often each module is called.
+    """
+
+    lines: tuple[str, ...]
+    calls: Mapping[str, int]
+
+    def of_call(self, module: str, number: int) -> str:
+        """The name of a module's output, of the first call, the second, ..."""
+        name = f"{module}()" if module in self.lines else module
+        return _numbered(name, number, self.calls[module])
+
+
+@lru_cache(maxsize=1024)
+def value_names(statements: Statements, value_name: str) -> ValueNames:
+    """The names of a formula's values.
+
+    Args:
+        statements: its lines: the name assigned or "", and the expression.
+        value_name: the name for "".
+    """
+    targets = [target or value_name for target, _ in statements]
+    often, seen, lines = Counter(targets), Counter[str](), list[str]()
+    for target in targets:
+        seen[target] += 1
+        lines.append(_numbered(target, seen[target], often[target]))
+    called = Counter(name for _, expression in statements for name in calls(expression))
+    return ValueNames(tuple(lines), called)
+
+
+def _numbered(name: str, number: int, often: int) -> str:
+    return name if number == often else f"{name}@{number}"
+
 
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jinfer.modelspec.blocks import AttentionSpec, Block, IndexerSpec, LatentAttentionSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec, IndexerSpec, LatentAttentionSpec
+from jinfer.modelspec.block import Block
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 
@@ -27,12 +28,12 @@ class LayerSpec:
 
     @cached_property
     def takes(self) -> frozenset[str]:
-        """The values beside `x` that it takes from the layers before it."""
+        """Names, other than `x`, of the values that it takes from the layers before it."""
         return frozenset(self.wiring.takes) | {chosen_value(name) for name in self.reusing}
 
     @cached_property
     def gives(self) -> frozenset[str]:
-        """The values beside `x` that it can give to the layers after it."""
+        """Names, other than `x`, of the values that it can give to later layers."""
         return self.wiring.assigned | {chosen_value(name) for name in self.choosing}
 
     @property
@@ -120,12 +121,12 @@ class StackSpec:
 
     @cached_property
     def carried(self) -> frozenset[str]:
-        """The values beside `x` that a layer or the head takes from what comes before it."""
+        """Names, other than `x`, of the values that a layer or the head takes from earlier ones."""
         taken = set(self.head.takes).union(*(layer.takes for layer in self.layers))
         return frozenset(taken.union(self.onward or ()))
 
     def values_before(self, number: int) -> tuple[str, ...]:
-        """The values beside `x` that a layer and what comes after it take from before it."""
+        """Names, other than `x`, of the values that must be carried into this layer."""
         live = set(self.head.takes if self.onward is None else self.onward)
         for layer in reversed(self.layers[number:]):
             live = live - layer.gives | layer.takes

@@ -2,20 +2,136 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.modelspec.adapters_table import AdapterSpec
-from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
-from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.speculation_table import SpeculationSpec
+from jinfer.modelspec.table_reader import fields, read_value
 from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
+
+Activation = Literal["identity", "sigmoid", "softmax"]
+PLACES = ("{query}", "{document}")
+
+
+@dataclass(frozen=True)
+class ClassificationSpec:
+    """How scores of classes are read: `[classification]`.
+
+    Attributes:
+        labels: names of the classes; none: as the checkpoint says, else LABEL_0, LABEL_1, ...
+        activation: what makes a probability of a score; none: as the checkpoint says, else
+            `sigmoid` of one class, `softmax` of several.
+        relevance: the number of the class whose score ranks documents; none: the only one, or as
+            the checkpoint says.
+        pair: the text that a pair becomes, with {query} and {document} in it; none: as the
+            tokenizer joins two texts.
+    """
+
+    labels: tuple[str, ...] | None = None
+    activation: Activation | None = None
+    relevance: Count | None = None
+    pair: str | None = None
+
+
+def read_classification(written: Any, values: SpecValues) -> ClassificationSpec:
+    """Reads the table. Raises `SpecError`."""
+    path, where = values.path, "classification"
+    types = {name: type_ for name, (_, type_) in fields(ClassificationSpec).items()}
+    table = check_keys(as_table(written, path, where), types, path, where)
+    found: dict[str, Any] = {
+        name: read_value(types[name], table[name], values, f"{where}.{name}")
+        for name in ("activation", "relevance")
+        if name in table
+    }
+    if "labels" in table:
+        found["labels"] = tuple(check_texts(table["labels"], path, f"{where}.labels"))
+    if "pair" in table:
+        found["pair"] = check_pair(check_text(table["pair"], path, f"{where}.pair"), path)
+    return ClassificationSpec(**found)
+
+
+def check_pair(text: str, path: object) -> str:
+    """A text of a pair. Raises `SpecError` unless it has both places once."""
+    for place in PLACES:
+        if text.count(place) != 1:
+            reason = f"has {place} {text.count(place)} times; it has to be there once"
+            raise SpecError(path, "classification.pair", reason)
+    return text
+
+
+def class_count(stack: StackSpec, shared: tuple[tuple[str, Block], ...]) -> int | None:
+    """How many classes a stack's head gives; None: none, or its formula does not show it."""
+    known = {**dict(shared), **dict(stack.modules)}
+    for target, expression in stack.head.statements:
+        if target == "classes":
+            called = (n.func for n in ast.walk(expression) if isinstance(n, ast.Call))
+            blocks = (known.get(f.id) for f in called if isinstance(f, ast.Name))
+            sizes = (getattr(block, "outputs", None) for block in blocks)
+            return next((size for size in sizes if size is not None), None)
+    return None
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """A LoRA adapter: an entry of `[adapters]`; a string is its `source`.
+
+    Attributes:
+        name: its key, by which requests name it.
+        source: a folder of PEFT's or a GGUF file, as `weights` is named.
+        merge: whether it is merged into the weights when they are loaded, for all requests.
+    """
+
+    name: str
+    source: str
+    merge: bool = False
+
+
+def read_adapters(written: Any, path: str) -> tuple[AdapterSpec, ...]:
+    """Reads the table. Raises `SpecError`."""
+    found = []
+    for name, entry in as_table(written, path, "adapters").items():
+        key = f"adapters.{name}"
+        given = {"source": entry} if isinstance(entry, str) else entry
+        if not isinstance(given, Mapping):
+            reason = f"{show_value(entry)} is not a source, or a table {{ source, merge }}"
+            raise SpecError(path, key, reason)
+        check_keys(given, ("source", "merge"), path, key)
+        source, merge = given.get("source"), given.get("merge", False)
+        if not isinstance(source, str) or not source:
+            reason = f"{show_value(source)} is not the path of an adapter"
+            raise SpecError(path, f"{key}.source", reason)
+        if not isinstance(merge, bool):
+            raise SpecError(path, f"{key}.merge", f"{show_value(merge)} is not true or false")
+        found.append(AdapterSpec(name, source, merge))
+    return tuple(found)
+
+
+ToolCalls = Literal[
+    "auto",
+    "hermes",
+    "qwen_coder",
+    "llama",
+    "mistral",
+    "deepseek",
+    "dsml",
+    "granite",
+    "phi",
+    "command",
+    "harmony",
+]
+Reasoning = Literal["auto", "none", "think", "mistral", "command", "seed"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +153,7 @@ class EngineSpec:
         mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
         warm_up: whether all programs are compiled at start, rather than on first use.
-        max_adapters: LoRA adapters that may be loaded at a time beside the model, those of
+        max_adapters: LoRA adapters that may be loaded at a time in addition to the model, those of
             `[adapters]` included; 0: those alone.
         max_adapter_rank: the highest rank that they may have; none: as high as those of
             `[adapters]` need, or 64.
@@ -144,7 +260,7 @@ class ModelSpec:
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: sizes and a drawing of the wiring."""
-        from jinfer.modelspec.view.model_html import spec_html
+        from jinfer.modelspec.view.model_svg import spec_html
 
         return spec_html(self)
 

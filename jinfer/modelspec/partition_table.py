@@ -121,7 +121,7 @@ def device_groups(devices: str, path: object) -> tuple[tuple[str, ...], ...]:
     if twice is not None:
         raise wrong(f"names device {twice} twice")
     if any(CPU in group and len(group) > 1 for group in groups):
-        raise wrong("has cpu beside others, but the host is a stage of its own")
+        raise wrong("has cpu and other devices in a stage, but the host is a stage of its own")
     if len({len(group) for group in groups if CPU not in group}) > 1:
         raise wrong("has stages of different numbers of devices")
     return tuple(groups)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, NotNegative
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
-from jinfer.modelspec.quant_format import parse_format
+from jinfer.modelspec.quant_format import parse_cache_dtype, parse_format
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value
@@ -62,7 +61,7 @@ class QuantizationSpec:
         head: the same for the vocabulary head; none: as `embedding`. A tied head is the embedding.
         rules: exceptions, the first that matches counts; one that matches nothing is an error.
         threshold: matrices of fewer weights are not quantized.
-        outliers: fraction of the weights that are stored exactly, beside the others.
+        outliers: fraction of the weights that are stored exactly, apart from the others.
         method: "rtn" rounds to nearest, "mse" minimizes the squared error of each block, "gptq"
             that of a layer's outputs, which takes a minute or more, once, and is cached; "auto":
             "gptq" for models that generate text, if it takes some minutes at most.

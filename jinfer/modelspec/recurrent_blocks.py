@@ -1,7 +1,7 @@
 """Recurrent blocks (state space models, linear attention): what a layer keeps of all tokens so far.
 
 Each is a recurrence alone; projections, gates and norms around it are modules of their own, wired
-by the layer's formula. Their state is float32 and has one place a sequence, beside the KV cache.
+by the layer's formula. Their state is float32; each sequence has one, apart from the KV cache.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ class DeltaSpec(RecurrentBlock):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRUSpec(RecurrentBlock):
-    """RG-LRU (arXiv 2402.19427): `lru(x, input_gate, recurrence_gate)`, gates after their sigmoids.
+class RGLRUSpec(RecurrentBlock):
+    """RG-LRU (arXiv 2402.19427): `rglru(x, input_gate, recurrence_gate)`, gates after sigmoids.
 
     h = a h + sqrt(1 - a^2) (input_gate x), which is the output, with log a = -8 recurrence_gate
     softplus(decay).
     """
 
-    kind: Literal["lru"]
+    kind: Literal["rglru"]
     width: int = dim("lru_width")
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",) * 3
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any
 
-from jinfer.modelspec.adapters_table import read_adapters
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
-from jinfer.modelspec.classification_table import read_classification
-from jinfer.modelspec.family_match import check_match
-from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
-from jinfer.modelspec.omitted_modules import omitted_modules
-from jinfer.modelspec.override_conflicts import LostKey, check_lost_keys, lost_keys
+from jinfer.modelspec.model_spec import (
+    EngineSpec,
+    ModelSpec,
+    PromptSpec,
+    read_adapters,
+    read_classification,
+)
 from jinfer.modelspec.partition_table import read_partition
 from jinfer.modelspec.quantization_table import read_quantization
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
@@ -24,18 +25,21 @@ from jinfer.modelspec.speculation_table import read_speculation
 from jinfer.modelspec.stack_spec import (
     check_called,
     check_tied,
+    check_vocabulary,
     read_shared,
     read_stack,
     used_shared,
 )
 from jinfer.modelspec.table_reader import fields, read_value, union
-from jinfer.modelspec.tensor_names import FORMATS, read_tensor_map
+from jinfer.modelspec.tensor_names import FORMATS, OmittedModule, TensorMap, read_tensor_map
 from jinfer.modelspec.toml_tables import (
     as_table,
     check_keys,
     check_parameters,
     check_plain,
     check_text,
+    check_texts,
+    is_partial_override,
     merge,
     strings_in,
 )
@@ -130,6 +134,9 @@ def resolve(
     tensors = replace(tensors, omitted=omitted_modules(whole, tensors, values))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
+    for stack in built:
+        if stack.name == "decoder" and stack.follows is None and "vocab" in sizes:
+            check_vocabulary(stack, shared, sizes["vocab"], path)
     if "context" in values.dims:  # often no block uses it, and nothing else checks it
         sizes["context"] = read_value(Size | None, values.dims["context"], values, "dims.context")
     spec = ModelSpec(
@@ -223,3 +230,204 @@ def _check_dims(
         if name not in named:
             allowed = nearest_hint(name, named & values.dims.keys())
             raise SpecError(values.path, f"dims.{name}", f"is used nowhere; {allowed}")
+
+
+def omitted_modules(
+    merged: Mapping[str, Any], tensors: TensorMap, values: SpecValues
+) -> tuple[OmittedModule, ...]:
+    """The modules whose condition is false and that `[tensors]` has names for.
+
+    Args:
+        merged: a specification's merged tables.
+    """
+    found = []
+    for stack in ("", "encoder.", "decoder."):
+        table = merged.get(stack.rstrip("."), {}) if stack else merged
+        for name, module in table.get("modules", {}).items():
+            when = module.get("when") if isinstance(module, Mapping) else None
+            key = f"{stack}modules.{name}.when"
+            if isinstance(when, str) and _is_false(when, key, values):
+                owned = (f"{stack}{name}", f"{stack}{{i}}.{name}")
+                names = tuple(name for each in owned for name in _names(each, tensors))
+                found += [OmittedModule(key, when, names)] if names else []
+    return tuple(found)
+
+
+def _is_false(when: str, key: str, values: SpecValues) -> bool:
+    try:
+        return not read_value(bool, when, values, key)
+    except SpecError:  # it depends on the layer
+        return False
+
+
+def _names(module: str, tensors: TensorMap) -> Iterator[str]:
+    for pattern, entry in tensors.entries:
+        if pattern == module or pattern.startswith(f"{module}."):
+            yield from entry.names
+
+
+_BUILT = ("modules", "encoder", "decoder")
+
+
+@dataclass(frozen=True)
+class LostKey:
+    """A key of a replaced table that the new table does not have.
+
+    Attributes:
+        path: ("decoder", "modules", "attn", "position", "pairs").
+        value: its value as written.
+        kind: the new kind.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    kind: Any
+
+
+def lost_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[LostKey]:
+    """The keys of modules that are lost when `new` is merged over `old`."""
+    for name in _BUILT:
+        if isinstance(old.get(name), Mapping) and isinstance(new.get(name), Mapping):
+            yield from _lost((name,), old[name], new[name], None)
+
+
+def _lost(
+    path: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any], kind: Any
+) -> Iterator[LostKey]:
+    """Those below `path`; `kind` is that of the replacing table, None if nothing replaced it."""
+    for key, value in old.items():
+        over = new.get(key)
+        if isinstance(value, Mapping) and isinstance(over, Mapping):
+            changed = kind if is_partial_override(value, over) else over["kind"]
+            yield from _lost((*path, key), value, over, changed)
+        elif key not in new and kind is not None and key not in ("kind", "when"):
+            yield LostKey((*path, key), value, kind)
+
+
+def check_lost_keys(
+    lost_keys: Iterable[LostKey], merged: Mapping[str, Any], spec: ModelSpec, values: SpecValues
+) -> None:
+    """Raises `SpecError` for a lost key that the new module also has, with another value.
+
+    Args:
+        merged: the merged tables.
+        spec: the specification resolved from them.
+    """
+    for lost in lost_keys:
+        if _is_written(lost.path, merged):
+            continue
+        for block in _blocks(lost.path, spec):
+            _check(lost, block, values)
+
+
+def _is_written(path: tuple[str, ...], table: Any) -> bool:
+    for part in path:
+        if not isinstance(table, Mapping) or part not in table:
+            return False
+        table = table[part]
+    return True
+
+
+def _blocks(path: tuple[str, ...], spec: ModelSpec) -> Iterator[Any]:
+    """The blocks built from the table that contained a key."""
+    stack, modules = (path[0], path[1:]) if path[0] != "modules" else ("", path)
+    if (
+        modules[0] != "modules" or len(modules) < 3
+    ):  # a variant: its base table is in the same table
+        return
+    _, name, *inner = modules[:-1]
+    groups = [spec.shared] if not stack else []
+    for each in spec.stacks:
+        if each.name == stack:
+            groups += [each.modules, *(layer.modules for layer in each.layers)]
+    for block in {id(b): b for group in groups for n, b in group if n == name}.values():
+        part: Any = block
+        for step in inner:
+            part = getattr(part, step, None)
+        if is_dataclass(part):
+            yield part
+
+
+def _check(lost: LostKey, block: Any, values: SpecValues) -> None:
+    name, cls = lost.path[-1], block.__class__
+    if name not in fields(cls):
+        return
+    field, hint = fields(cls)[name]
+    key, now = ".".join(lost.path), getattr(block, name)
+    if "dim" in field.metadata:
+        usual = values.dim(field.metadata["dim"], key)
+    else:
+        usual = None if field.default is MISSING else field.default
+    if now != usual:  # a variant sets it
+        return
+    try:
+        before = read_value(hint, lost.value, values, key)
+        same = replace(block, **{name: before}) == block
+    except SpecError:  # the value is invalid for the new kind
+        return
+    if not same:
+        raise SpecError(
+            values.path,
+            key,
+            f"was {show_value(before)}, but kind = {show_value(lost.kind)} replaces the module and "
+            f"leaves it behind, so it would be {show_value(now)}; say which it is",
+        )
+
+
+_MATCH_KEYS = ("architectures", "gguf", "llama2c", "when")
+
+
+def check_match(table: Any, path: object) -> None:
+    """Raises `SpecError` unless `table` is a valid `[match]` table."""
+    check_keys(table, _MATCH_KEYS, path, "match")
+    for key in ("architectures", "gguf"):
+        check_texts(table.get(key, []), path, f"match.{key}")
+    if not isinstance(table.get("llama2c", False), bool):
+        raise SpecError(
+            path, "match.llama2c", f"{show_value(table['llama2c'])} is not true or false"
+        )
+    check_text(table.get("when", ""), path, "match.when")
+
+
+def matches(
+    table: Mapping[str, Any],
+    path: object,
+    *,
+    format: str,
+    architectures: Set[str],
+    lookup: Callable[[str], Any],
+    has: Callable[[str], bool],
+    rows: Callable[[str], int],
+) -> bool:
+    """Whether a family matches a checkpoint.
+
+    Args:
+        table: the family's `[match]`.
+        architectures: the checkpoint's architecture names.
+        lookup, has, rows: as in `SpecValues`.
+
+    Raises:
+        SpecError: an invalid table.
+    """
+    check_match(table, path)
+    if format == "llama2c":
+        return bool(table.get("llama2c", False))
+    names = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
+    if architectures.isdisjoint(names):
+        return False
+    if "when" not in table:
+        return True
+
+    def or_false(find: Callable[[str], Any]) -> Callable[[str], Any]:
+        """In a condition, a missing key or tensor counts as false."""
+
+        def found(name: str) -> Any:
+            try:
+                return find(name)
+            except MissingKey:
+                return False
+
+        return found
+
+    values = SpecValues(path, {}, or_false(lookup), has, row_count=or_false(rows))
+    return bool(values.value(table["when"], "match.when"))

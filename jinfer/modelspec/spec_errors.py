@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
 
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=8, maxstring=100, maxother=100)
 

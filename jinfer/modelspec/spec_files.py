@@ -10,13 +10,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import FileRefusedError, path_exists, read_regular_file
-from jinfer.modelspec.family_match import matches
-from jinfer.modelspec.resolve_spec import CheckpointFacts
+from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import Table, check_plain, nested
-from jinfer.runtime.source_files import content_of
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
+from jinfer.startup.source_files import content_of
 
+MODELS = "models"  # name of the file that has several models
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.
 MAX_PARTS = 2000**2
@@ -32,8 +32,32 @@ def specs_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "specs"
 
 
+def model_specs(folder: Path | None = None) -> dict[str, Path]:
+    """The models of a folder of specifications by name; None: the bundled ones.
+
+    A model is a file, `NAME.toml`, or a table of `models.toml`, of which the path is `NAME.toml`
+    as well: `read_toml` reads it.
+    """
+    folder = folder or specs_folder()
+    files = {path.stem for path in folder.glob("*.toml")} - {MODELS}
+    return {name: folder / f"{name}.toml" for name in sorted(files | _model_tables(folder).keys())}
+
+
+def is_model_table(path: Path) -> bool:
+    """Whether a path is that of a table of the bundled `models.toml`."""
+    return path.parent == specs_folder() and path.stem in _model_tables(path.parent)
+
+
+def _model_tables(folder: Path) -> Table:
+    path = folder / f"{MODELS}.toml"
+    return _parsed(path, _content(path)) if path_exists(path) else {}
+
+
 def read_toml(path: Path) -> Table:
-    """Reads a TOML file. Raises `SpecError`."""
+    """Read a TOML file, or a model's table of the bundled `models.toml`. Raises `SpecError`."""
+    if is_model_table(path) and not path_exists(path):
+        table: Table = _model_tables(path.parent)[path.stem]
+        return table
     return _parsed(path, _content(path))
 
 
@@ -83,18 +107,18 @@ def with_families(table: Table, path: Path) -> list[Table]:
     return tables
 
 
-def _family_file(name: Any, beside: Path) -> Path:
+def _family_file(name: Any, spec_path: Path) -> Path:
     known = families()
     if isinstance(name, str) and name in known:
         return known[name]
     if not isinstance(name, str) or not name.endswith(".toml"):
         raise SpecError(
-            beside, "family", f"unknown family {show_value(name)}; {nearest_hint(name, known)}"
+            spec_path, "family", f"unknown family {show_value(name)}; {nearest_hint(name, known)}"
         )
     try:
-        return (beside.parent / name).resolve()
+        return (spec_path.parent / name).resolve()
     except (OSError, ValueError) as error:  # a cycle of links, a null character
-        raise SpecError(beside, "family", f"{show_value(name)} is no file: {error}") from error
+        raise SpecError(spec_path, "family", f"{show_value(name)} is no file: {error}") from error
 
 
 def format_table(format: str) -> Table:

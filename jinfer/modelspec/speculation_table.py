@@ -20,7 +20,7 @@ _DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens after one
 class DraftSpec:
     """A draft source: an entry of `draft`; a string is its `source`.
 
-    What a named source allows beside it is in `jinfer.speculate.draft_sources`.
+    The options of a named source are in `jinfer.speculate.draft_sources`.
 
     Attributes:
         source: "ngram": prompt lookup, what followed the same tokens in the prompt or the answer;
@@ -45,9 +45,9 @@ class DraftSpec:
         if self.device is not None and self.skip:
             return "device", "is of a model with weights of its own; leave it out"
         if self.source is not None and self.skip:
-            return "skip", "is of the model itself, so it stands without a source"
+            return "skip", "is about the model itself; leave out the source"
         if self.weights is not None and self.skip:
-            return "skip", "shares the model's weights, so it stands without weights of its own"
+            return "skip", "shares the model's weights; leave out weights"
         return None
 
 
@@ -60,7 +60,7 @@ class SpeculationSpec:
         nodes: tokens of a sequence that a call verifies, the last known one included; "auto": as
             many as pay off, perhaps none.
         expansion: of a draft model: number of tokens after each one, level by level; none: a chain
-            with one other token beside each of its own.
+            with one alternative to each of its tokens.
         head: family of the draft head in the model's checkpoint, if it has one.
     """
 

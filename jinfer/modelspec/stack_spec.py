@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import formula
-from jinfer.modelspec.block import ArrayKind
-from jinfer.modelspec.blocks import AnyBlock, AttentionSpec, Block, EmbeddingSpec, HeadSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec
+from jinfer.modelspec.block import ArrayKind, Block
+from jinfer.modelspec.blocks import AnyBlock, EmbeddingSpec, HeadSpec, VocabMapSpec
 from jinfer.modelspec.bounded_types import LayerCount
-from jinfer.modelspec.draft_head import read_follows
+from jinfer.modelspec.eagle_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, indexer_of
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
@@ -218,7 +219,7 @@ def _check_chosen_keys(i: int, layers: Sequence[LayerSpec], path: object, key: s
 
 
 def _before(assigned: Iterable[str]) -> tuple[str, ...]:
-    """The names beside `x` that a formula can take from those before it."""
+    """The names, other than `x`, that a formula can take from earlier formulas."""
     return tuple(sorted(set(assigned) - {"x"}))
 
 
@@ -364,6 +365,20 @@ def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> N
                 f"{key}.tied",
                 f"embed is {embed.size} x {embed.width}, this {block.outputs} x {block.inputs}",
             )
+
+
+def check_vocabulary(
+    stack: StackSpec, shared: Mapping[str, Block], vocab: int, path: object
+) -> None:
+    """Raise `SpecError` if a decoder's head gives more or fewer logits than there are tokens."""
+    called = {n: b for n, b in (*shared.items(), *stack.modules) if n in stack.head.calls}
+    if any(isinstance(block, VocabMapSpec) for block in called.values()):
+        return
+    for name, block in called.items():
+        if isinstance(block, HeadSpec) and block.outputs != vocab:
+            key = f"modules.{name}" if name in shared else f"{stack.name}.modules.{name}"
+            reason = f"{block.outputs} logits are not those of dims.vocab = {vocab} tokens"
+            raise SpecError(path, f"{key}.outputs", f"{reason}; leave it out, or add a vocab_map")
 
 
 def _pattern(

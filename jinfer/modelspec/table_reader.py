@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.modelspec.blocks import ACTIVATION_ALIASES
 from jinfer.modelspec.bounded_types import WrongValue, fields, mismatch, read_as, union
+from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
 

@@ -299,7 +299,7 @@ def _read_entry(
         if strange := re.search(r"\{[^{}]*\}?|\}", re.sub(r"\{[ie]\}", "", known)):
             of_file = "{i}, {e} and values of i, as {i % 2}"
             what = of_file if text is not pattern else "{i} and one {a,b,...}"
-            reason = f"{show_value(strange[0])} in {show_value(text)} stands for nothing"
+            reason = f"{show_value(strange[0])} in {show_value(text)} is no placeholder"
             raise SpecError(path, key, f"{reason}; in braces there can be {what}")
     found = list(_GROUP.finditer(pattern))
     if len(found) > 1:

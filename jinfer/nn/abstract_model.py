@@ -27,7 +27,7 @@ from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-    from jinfer.guard.disk_cache import DiskCache
+    from jinfer.disk_cache import DiskCache
     from jinfer.nn.activation_shapes import ActivationShape
     from jinfer.nn.lora_rows import AdapterSlots
     from jinfer.nn.transformer import Model

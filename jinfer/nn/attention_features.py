@@ -13,8 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.matmul_precision import matmul_precision
-from jinfer.modelspec import blocks
-from jinfer.modelspec.blocks import DifferentialSpec
+from jinfer.modelspec import attention_blocks, blocks, position_blocks
 from jinfer.nn.forward_context import ForwardBatch, split_heads
 from jinfer.nn.norm_modules import LayerNorm
 from jinfer.nn.parameter import parameter
@@ -34,7 +33,7 @@ class GatedHeads(nnx.Module):
 
     def build_gate(
         self,
-        spec: blocks.OutputGateSpec,
+        spec: attention_blocks.OutputGateSpec,
         inputs: int,
         heads: int,
         width: int,
@@ -50,7 +49,7 @@ class GatedHeads(nnx.Module):
 
     def gated(
         self,
-        spec: blocks.OutputGateSpec,
+        spec: attention_blocks.OutputGateSpec,
         out: Float[Array, "batch tokens heads width"],
         x: Float[Array, "batch tokens inputs"],
     ) -> Float[Array, "batch tokens heads width"]:
@@ -65,7 +64,7 @@ class GatedHeads(nnx.Module):
 class DifferentialHeads(nnx.Module):
     """The learned factor of the subtracted heads, and the norm of the difference."""
 
-    def __init__(self, block: DifferentialSpec, head_dim: int) -> None:
+    def __init__(self, block: attention_blocks.DifferentialSpec, head_dim: int) -> None:
         self.block = block
         for name in ("q1", "k1", "q2", "k2"):
             vector = parameter((head_dim,), ("head_dim",), jnp.float32)
@@ -93,7 +92,9 @@ def paired_values(
 class DisentangledBias(nnx.Module):
     """The relative position embeddings and the score biases computed from them."""
 
-    def __init__(self, block: blocks.DisentangledSpec, width: int, dtype: DTypeLike) -> None:
+    def __init__(
+        self, block: position_blocks.DisentangledSpec, width: int, dtype: DTypeLike
+    ) -> None:
         self.block = block
         self.weight = parameter((2 * block.buckets, width), ("positions", "hidden"), dtype)
         self.norm = LayerNorm(blocks.LayerNormSpec(kind="layer", size=width, eps=block.eps), dtype)
@@ -138,7 +139,7 @@ def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows
     return product(x, vectors, preferred_element_type=jnp.float32)
 
 
-def distance_buckets(block: blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
+def distance_buckets(block: position_blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
     """Returns the embedding row of each distance from -max_distance to max_distance (log buckets).
 
     Distances up to half of the buckets have a row each, larger distances share logarithmic ranges.
@@ -157,7 +158,7 @@ class Indexer(nnx.Module):
     """Indexer of sparse attention (arXiv 2512.02556); every device has all of its heads."""
 
     def __init__(
-        self, block: blocks.IndexerSpec, inputs: int, query_inputs: int, dtype: DTypeLike
+        self, block: attention_blocks.IndexerSpec, inputs: int, query_inputs: int, dtype: DTypeLike
     ) -> None:
         self.block = block
         heads, width = block.heads, block.heads * block.head_dim

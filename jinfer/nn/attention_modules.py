@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks, position_blocks
 from jinfer.nn.activation_taps import tapped
 from jinfer.nn.attention_features import (
     DifferentialHeads,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Attention(GatedHeads):
     """Attention with shared key and value heads (MHA, GQA, MQA)."""
 
-    def __init__(self, block: blocks.AttentionSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: attention_blocks.AttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         v_width, o_width = block.kv_heads * block.value_width, block.heads * block.value_width
@@ -59,11 +59,11 @@ class Attention(GatedHeads):
                 self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
         if block.v_norm is not None:
             self.v_norm = HeadNorm(block.v_norm, block.kv_heads, block.value_width, "kv_heads")
-        if isinstance(block.position, blocks.RopeSpec):
+        if isinstance(block.position, position_blocks.RopeSpec):
             self.rope = Rotary(block.position, dtype)
-        if isinstance(block.position, blocks.RelativeBiasSpec):
+        if isinstance(block.position, position_blocks.RelativeBiasSpec):
             self.relative = RelativeBias(block.position, block.heads)
-        if isinstance(block.position, blocks.DisentangledSpec):
+        if isinstance(block.position, position_blocks.DisentangledSpec):
             self.distances = DisentangledBias(block.position, block.inputs, dtype)
         if block.out_norm is not None:
             self.out_norm = HeadNorm(block.out_norm, block.heads, block.value_width, "heads")
@@ -179,7 +179,7 @@ class Attention(GatedHeads):
             part = jnp.clip(part, -block.clip, block.clip)
         if norm is not None and block.qk_norm is not None and not block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)
-        if isinstance(block.position, blocks.RopeSpec):
+        if isinstance(block.position, position_blocks.RopeSpec):
             part = self.rope(part, batch.cos_sin_of(self.rope), block.head_dim)
         if norm is not None and block.qk_norm is not None and block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)
@@ -198,12 +198,12 @@ class Attention(GatedHeads):
             slopes=self._slopes(),
         )
         match block.position:
-            case blocks.DisentangledSpec():
+            case position_blocks.DisentangledSpec():
                 return rules._replace(bias=self._disentangled(q, k, positions, scale))
-            case blocks.RelativeBiasSpec():
+            case position_blocks.RelativeBiasSpec():
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)
-            case blocks.AlibiSpec() if not causal and rules.slopes is not None:
+            case position_blocks.AlibiSpec() if not causal and rules.slopes is not None:
                 # Distances are symmetric.
                 far = abs(jnp.arange(1 - q.shape[1], q.shape[1], dtype=jnp.float32))
                 table = -rules.slopes[:, None] * far[None]
@@ -220,7 +220,7 @@ class Attention(GatedHeads):
     def _slopes(self) -> Array | None:
         if isinstance(self.block.position, ShardedAlibi):
             return local_alibi_slopes(self.block.position)
-        if not isinstance(self.block.position, blocks.AlibiSpec):
+        if not isinstance(self.block.position, position_blocks.AlibiSpec):
             return None
         return jnp.asarray(alibi_slopes(self.block.heads, self.block.position), jnp.float32)
 
@@ -228,7 +228,7 @@ class Attention(GatedHeads):
 class CrossAttention(nnx.Module):
     """Cross-attention: over an encoder's output, whose keys and values are computed once."""
 
-    def __init__(self, block: blocks.CrossAttentionSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: attention_blocks.CrossAttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         width, kv_width = block.heads * block.head_dim, block.keys * block.head_dim
         axes = ("heads" if block.kv_heads is None else "kv_heads", "hidden")
@@ -278,11 +278,11 @@ class StackedProjection(nnx.Module):
 class ExpertAttention(Attention):
     """Attention with the query heads of the experts that a router chooses for each token (MoA)."""
 
-    block: blocks.ExpertAttentionSpec
+    block: attention_blocks.ExpertAttentionSpec
     q: Any
     o: Any
 
-    def __init__(self, block: blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: attention_blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
         super().__init__(block, dtype)
         inner, width = block.kv_heads * block.head_dim, block.kv_heads * block.value_width
         self.router = Router(block.routing)

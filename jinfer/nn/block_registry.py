@@ -1,14 +1,31 @@
-"""Block registry: builds the Flax module that computes a block of the specification."""
+"""Block registry: the Flax module that computes each block of a specification."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from jinfer.modelspec import (
+    attention_blocks,
+    blocks,
+    feed_forward_blocks,
+    position_blocks,
+    recurrent_blocks,
+)
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.blocks import MODULES
-from jinfer.modelspec.draft_head import TapSpec
+from jinfer.modelspec.eagle_head import HiddenTapSpec
+from jinfer.nn import (
+    attention_modules,
+    feed_forward,
+    mla,
+    norm_modules,
+    pooling,
+    positions,
+    projections,
+    recurrent_modules,
+    stream_modules,
+    tensor_parallel,
+)
 from jinfer.nn.tensor_parallel import (
     ColumnLinearBlock,
     RowLinearBlock,
@@ -21,19 +38,56 @@ if TYPE_CHECKING:
     from flax import nnx
     from jax.typing import DTypeLike
 
-# Blocks that no specification names, in addition to those of the language.
-_MODULES = MODULES | {
-    TapSpec: "stream_modules.HiddenTap",
-    ShardedEmbeddingBlock: "tensor_parallel.ShardedEmbedding",
-    ShardedHeadBlock: "tensor_parallel.ShardedHead",
-    ShardedRMSBlock: "tensor_parallel.ShardedRMSNorm",
-    ColumnLinearBlock: "tensor_parallel.column_linear",
-    RowLinearBlock: "tensor_parallel.row_linear",
+# Each makes a module of a block and the dtype to compute in. A test compares the first ones with
+# `jinfer.modelspec.blocks.BLOCKS`; no specification names those from `HiddenTapSpec` on.
+MODULES: dict[type[Block], Callable[[Any, Any], nnx.Module]] = {
+    blocks.EmbeddingSpec: projections.Embedding,
+    position_blocks.LearnedPositionsSpec: positions.PositionTable,
+    position_blocks.SinusoidalPositionsSpec: positions.Sinusoids,
+    blocks.RMSNormSpec: norm_modules.RMSNorm,
+    blocks.L2NormSpec: norm_modules.L2Norm,
+    blocks.LayerNormSpec: norm_modules.LayerNorm,
+    blocks.ScaleSpec: norm_modules.Scale,
+    blocks.BiasSpec: norm_modules.Bias,
+    blocks.LinearSpec: projections.Linear.of,
+    blocks.BlockLinearSpec: projections.BlockLinear,
+    blocks.ConcatSpec: stream_modules.Concat,
+    blocks.SelectSpec: pooling.Select,
+    blocks.MixSpec: stream_modules.Mix,
+    blocks.RepeatSpec: stream_modules.Repeat,
+    blocks.SumSpec: stream_modules.Sum,
+    blocks.RescaleSpec: stream_modules.Rescale,
+    blocks.VocabMapSpec: stream_modules.VocabMap,
+    blocks.HeadSpec: projections.Head,
+    feed_forward_blocks.ActivationSpec: feed_forward.Activation,
+    blocks.PoolSpec: pooling.Pool,
+    blocks.ClassifierSpec: pooling.Classifier,
+    attention_blocks.AttentionSpec: attention_modules.Attention,
+    attention_blocks.ExpertAttentionSpec: attention_modules.ExpertAttention,
+    attention_blocks.CrossAttentionSpec: attention_modules.CrossAttention,
+    attention_blocks.LatentAttentionSpec: mla.LatentAttention,
+    feed_forward_blocks.MLPSpec: feed_forward.MLP,
+    feed_forward_blocks.GatedMLPSpec: feed_forward.GatedMLP,
+    feed_forward_blocks.MoESpec: feed_forward.MixtureOfExperts,
+    recurrent_blocks.ConvSpec: recurrent_modules.ShortConv,
+    recurrent_blocks.SSMSpec: recurrent_modules.SSM,
+    recurrent_blocks.SelectiveScanSpec: recurrent_modules.SelectiveScan,
+    recurrent_blocks.DeltaSpec: recurrent_modules.GatedDelta,
+    recurrent_blocks.RGLRUSpec: recurrent_modules.RGLRU,
+    recurrent_blocks.LinearAttentionSpec: recurrent_modules.LinearAttention,
+    recurrent_blocks.ShiftSpec: recurrent_modules.Shift,
+    recurrent_blocks.WKVSpec: recurrent_modules.WKV,
+    recurrent_blocks.WKV7Spec: recurrent_modules.WKV7,
+    recurrent_blocks.BonusSpec: recurrent_modules.Bonus,
+    HiddenTapSpec: stream_modules.HiddenTap,
+    ShardedEmbeddingBlock: tensor_parallel.ShardedEmbedding,
+    ShardedHeadBlock: tensor_parallel.ShardedHead,
+    ShardedRMSBlock: tensor_parallel.ShardedRMSNorm,
+    ColumnLinearBlock: tensor_parallel.column_linear,
+    RowLinearBlock: tensor_parallel.row_linear,
 }
 
 
 def build_module(block: Block, dtype: DTypeLike) -> nnx.Module:
     """Builds the module of a block, without parameter values."""
-    file, _, name = _MODULES[type(block)].partition(".")
-    module: nnx.Module = attrgetter(name)(import_module(f"jinfer.nn.{file}"))(block, dtype)
-    return module
+    return MODULES[type(block)](block, dtype)

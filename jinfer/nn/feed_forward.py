@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import feed_forward_blocks
 from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.nn.activation_taps import is_tapped, observed_rows, tapped, tapped_rows
 from jinfer.nn.lora_rows import row_adapters, slots_to_build
@@ -33,7 +33,7 @@ class Gating:
     """GLU: activation(gate) * up; clamped_swiglu is gpt-oss's, clamped_silu Step 3.7's.
 
     Attributes:
-        activation: a `jinfer.modelspec.blocks.GatedActivation`.
+        activation: a `jinfer.modelspec.feed_forward_blocks.GatedActivation`.
         alpha, limit, offset: of clamped_swiglu; clamped_silu has the limit alone.
     """
 
@@ -43,7 +43,7 @@ class Gating:
     offset: float
 
     @classmethod
-    def of(cls, block: blocks.GatedMLPSpec | blocks.MoESpec) -> Gating:
+    def of(cls, block: feed_forward_blocks.GatedMLPSpec | feed_forward_blocks.MoESpec) -> Gating:
         """Returns the gating of a block."""
         return cls(block.activation, block.alpha, block.limit, block.offset)
 
@@ -65,7 +65,7 @@ class Gating:
 class Activation(nnx.Module):
     """An activation function as a module."""
 
-    def __init__(self, block: blocks.ActivationSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.ActivationSpec, dtype: DTypeLike) -> None:
         self.function = block.function
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -76,7 +76,7 @@ class Activation(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, block: blocks.MLPSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MLPSpec, dtype: DTypeLike) -> None:
         self.activation = block.activation
         if block.activation == "xielu":
             self.alpha_p = parameter((1,), ("scalar",), jnp.float32)
@@ -97,7 +97,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, block: blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
         self.gating, self.threshold = Gating.of(block), block.deviations
         inner = block.bias is True
         self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
@@ -124,7 +124,7 @@ class GatedMLP(nnx.Module):
 class Router(nnx.Module):
     """Scores all experts and chooses the best, in float32 because near ties are common."""
 
-    def __init__(self, block: blocks.MoESpec) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec) -> None:
         self.block = block
         count = block.experts + block.identity_experts
         self.weight = parameter((count, block.inputs), ("experts", "hidden"), jnp.float32)
@@ -153,7 +153,9 @@ def _vector(size: int) -> nnx.Param:
 class StackedLinear(nnx.Module):
     """A projection of every expert, weight [experts, outputs, inputs], and stacks of adapters."""
 
-    def __init__(self, block: blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike) -> None:
+    def __init__(
+        self, block: feed_forward_blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike
+    ) -> None:
         sizes = {"mlp": block.width, "hidden": block.inputs}
         shape = (block.experts, sizes[axes[0]], sizes[axes[1]])
         self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
@@ -181,7 +183,7 @@ class StackedLinear(nnx.Module):
 class Experts(nnx.Module):
     """Feed-forwards of equal shape, their parameters stacked."""
 
-    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec, dtype: DTypeLike) -> None:
         self.gated, self.gating = block.gated, Gating.of(block)
         if block.gated:
             self.gate = StackedLinear(block, ("mlp", "hidden"), dtype)
@@ -202,7 +204,7 @@ class Experts(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Mixture of experts: a router chooses a few feed-forwards per token (arXiv 1701.06538)."""
 
-    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: feed_forward_blocks.MoESpec, dtype: DTypeLike) -> None:
         self.router = Router(block)
         self.experts = Experts(block, dtype)
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks, blocks
 from jinfer.nn.activation_taps import is_tapped, observed, tapped
 from jinfer.nn.attention_features import GatedHeads, Indexer
 from jinfer.nn.attention_taps import tap_cached_pattern
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class LatentAttention(GatedHeads):
     """Multi-head latent attention (MLA)."""
 
-    def __init__(self, block: blocks.LatentAttentionSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: attention_blocks.LatentAttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         q_width = block.heads * (block.nope_dim + block.rope_dim)
         if block.query_rank is None:
@@ -143,7 +143,9 @@ class LatentAttention(GatedHeads):
 class _UpProjection(nnx.Module):
     """Returns an up-projection matrix per head."""
 
-    def __init__(self, block: blocks.LatentAttentionSpec, rows: int, dtype: DTypeLike) -> None:
+    def __init__(
+        self, block: attention_blocks.LatentAttentionSpec, rows: int, dtype: DTypeLike
+    ) -> None:
         shape = (block.heads, rows, block.latent_rank)
         self.weight = parameter(shape, ("heads", "rows", "latent"), dtype)
 

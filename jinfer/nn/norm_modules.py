@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks, blocks
 from jinfer.nn.parameter import parameter
 from jinfer.ops.norm import normalize, normalize_l2
 
@@ -103,7 +103,9 @@ class LayerNorm(nnx.Module):
 class HeadNorm(nnx.Module):
     """QK norm: of queries, keys or attention's output, per head or over all heads."""
 
-    def __init__(self, block: blocks.HeadNormSpec, heads: int, head_dim: int, axis: str) -> None:
+    def __init__(
+        self, block: attention_blocks.HeadNormSpec, heads: int, head_dim: int, axis: str
+    ) -> None:
         self.block = block
         shapes = {"head": (head_dim,), "heads": (heads, head_dim), "width": (heads * head_dim,)}
         axes = {"head": ("head_dim",), "heads": (axis, "head_dim"), "width": (axis,)}

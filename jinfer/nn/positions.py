@@ -11,14 +11,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.blocks import (
+from jinfer.modelspec.attention_blocks import TemperatureSpec
+from jinfer.modelspec.position_blocks import (
     AlibiSpec,
     LearnedPositionsSpec,
     RelativeBiasSpec,
     RopeScalingSpec,
     RopeSpec,
     SinusoidalPositionsSpec,
-    TemperatureSpec,
 )
 from jinfer.nn.parameter import parameter
 from jinfer.ops.reductions import rounded

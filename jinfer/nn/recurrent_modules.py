@@ -15,7 +15,7 @@ from jinfer.modelspec.recurrent_blocks import (
     ConvSpec,
     DeltaSpec,
     LinearAttentionSpec,
-    LRUSpec,
+    RGLRUSpec,
     SelectiveScanSpec,
     ShiftSpec,
     SSMSpec,
@@ -170,7 +170,7 @@ class GatedDelta(nnx.Module):
 class RGLRU(nnx.Module):
     """RG-LRU: real-gated linear recurrent unit (arXiv 2402.19427)."""
 
-    def __init__(self, block: LRUSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: RGLRUSpec, dtype: DTypeLike) -> None:
         self.decay = parameter((block.width,), ("channels",), jnp.float32)
 
     def __call__(

@@ -10,8 +10,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
-from jinfer.modelspec.draft_head import TapSpec
-from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
+from jinfer.modelspec.blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
+from jinfer.modelspec.eagle_head import HiddenTapSpec
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.parameter import parameter
 from jinfer.ops.attention.kv_cache import LayerCache
@@ -95,7 +95,7 @@ class Concat(nnx.Module):
 class VocabMap(nnx.Module):
     """Vocabulary map: logits of a draft vocabulary as logits of the full one."""
 
-    def __init__(self, block: blocks.SpreadSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.VocabMapSpec, dtype: DTypeLike) -> None:
         self.block = block
         self.offsets = parameter((block.inputs,), ("hidden",), jnp.int32)
 
@@ -109,7 +109,7 @@ class VocabMap(nnx.Module):
 class HiddenTap(nnx.Module):
     """Writes vectors to a cache, and passes them on unchanged."""
 
-    def __init__(self, block: TapSpec, dtype: DTypeLike) -> None:
+    def __init__(self, block: HiddenTapSpec, dtype: DTypeLike) -> None:
         self.block = block
 
     def __call__(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import blocks, position_blocks
 from jinfer.nn.norm_modules import RMSNorm
 from jinfer.nn.projections import Embedding, Head, Linear
 
@@ -44,7 +44,7 @@ class ShardedHeadBlock(blocks.HeadSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedAlibi(blocks.AlibiSpec):
+class ShardedAlibi(position_blocks.AlibiSpec):
     """ALiBi slopes of a shard's heads.
 
     axis: of the mesh.

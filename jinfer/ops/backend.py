@@ -11,9 +11,9 @@ from difflib import get_close_matches
 import jax
 
 from jinfer.cpu import build_library
-from jinfer.guard.process_limits import check_process_limits
 from jinfer.ops.disable_kernels import SwitchError
-from jinfer.runtime.thread_priority import at_usual_priority
+from jinfer.sandbox.process_limits import check_process_limits
+from jinfer.startup.thread_priority import at_usual_priority
 
 # A target in addition to JAX's platforms: XLA's operations on any of them, all differentiable.
 DIFFERENTIABLE = "differentiable"

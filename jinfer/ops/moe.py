@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
 from jinfer.cpu.moe_call import Sorted
-from jinfer.modelspec.blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls, needs_derivatives
 from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora, sorted_by_slot

@@ -132,7 +132,7 @@ def memory_planner(
         for stage, planned in zip(stages, plan.stages, strict=True)
     )
     streamed, engine = streamed_layers(plan, whole.spec), whole.spec.engine
-    # Blocks of a prefix cache beside the device's come from there (`jinfer.api.offloading`).
+    # Blocks of a prefix cache beside the device's come from there (`jinfer.api.build_engine`).
     keeps = engine.cache_ram > 0 or engine.cache_disk is not None
     may_host_cache = not (keeps or host_cache_refusal(plan, whole.spec))
     return MemoryPlanner(whole, free, holdings, streamed, may_host_cache)

@@ -31,7 +31,7 @@ from jinfer.engine.runner.step_forms import (
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.runner.step_table import abstract_tables
 from jinfer.engine.runner.verify import Nodes
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_blocks import abstract_rows
 from jinfer.ops.attention.kv_cache import ENCODER

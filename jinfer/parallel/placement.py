@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
-from jinfer.modelspec.block import CachedVectors
-from jinfer.modelspec.blocks import MoESpec
-from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.block import CachedKV
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
+from jinfer.modelspec.quant_format import Kind
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
@@ -271,7 +271,7 @@ def _caching_layers(spec: ModelSpec) -> frozenset[int]:
     return frozenset(
         number
         for number, layer in enumerate(layers)
-        if any(isinstance(block.cached(), CachedVectors) for _, block in layer.modules)
+        if any(isinstance(block.cached(), CachedKV) for _, block in layer.modules)
     )
 
 
@@ -292,7 +292,7 @@ def host_cache_refusal(plan: PartitionPlan, spec: ModelSpec) -> str:
         reason = "no layer has keys and values, and states stay on their device; leave it out"
     elif shared_keys(spec.decoder.layers):
         reason = "layers that share keys need these on one device; leave it out"
-    elif any(isinstance(own, CachedVectors) and own.index_width for own in cached):
+    elif any(isinstance(own, CachedKV) and own.index_width for own in cached):
         reason = "an indexer chooses among all keys, which are on its device; leave it out"
     elif all(CPU in stage.devices for stage in plan.stages):
         reason = "all stages are on the host, and so is all of the cache; leave it out"

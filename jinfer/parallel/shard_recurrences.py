@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import blocks, feed_forward_blocks, recurrent_blocks
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.nn.tensor_parallel import ColumnLinearBlock, RowLinearBlock, ShardedRMSBlock
@@ -42,16 +42,23 @@ _CHANNELS = _Rule(("width",), ("width",), "channels", "width")
 _RULES: Mapping[type[Block], _Rule] = {
     blocks.RMSNormSpec: _Rule(("groups",), ("size", "groups"), "hidden", "groups"),
     blocks.BlockLinearSpec: _Rule(("blocks",), ("blocks", "inputs", "outputs"), "blocks", "blocks"),
-    blocks.ConvSpec: _Rule(("size",), ("size",), "channels", "size"),
-    blocks.SSMSpec: _Rule(("heads",), ("width", "heads"), "ssm_heads", "heads"),
-    blocks.DeltaSpec: _Rule(("key_heads",), ("heads", "key_heads"), "delta_heads", "heads"),
-    blocks.SelectiveScanSpec: _CHANNELS,
-    blocks.LRUSpec: _CHANNELS,
-    blocks.WKVSpec: _CHANNELS,
+    recurrent_blocks.ConvSpec: _Rule(("size",), ("size",), "channels", "size"),
+    recurrent_blocks.SSMSpec: _Rule(("heads",), ("width", "heads"), "ssm_heads", "heads"),
+    recurrent_blocks.DeltaSpec: _Rule(
+        ("key_heads",), ("heads", "key_heads"), "delta_heads", "heads"
+    ),
+    recurrent_blocks.SelectiveScanSpec: _CHANNELS,
+    recurrent_blocks.RGLRUSpec: _CHANNELS,
+    recurrent_blocks.WKVSpec: _CHANNELS,
 }
 _RECURRENCES = (
-    *(blocks.ConvSpec, blocks.SSMSpec, blocks.DeltaSpec, blocks.SelectiveScanSpec),
-    *(blocks.LRUSpec, blocks.WKVSpec),
+    *(
+        recurrent_blocks.ConvSpec,
+        recurrent_blocks.SSMSpec,
+        recurrent_blocks.DeltaSpec,
+        recurrent_blocks.SelectiveScanSpec,
+    ),
+    *(recurrent_blocks.RGLRUSpec, recurrent_blocks.WKVSpec),
 )
 
 
@@ -123,7 +130,7 @@ def _calls(
     own = dict(layer.modules)
 
     def call(name: str, arguments: list[Any]) -> _Value:
-        if isinstance(own.get(name), blocks.ActivationSpec):  # of each number alone
+        if isinstance(own.get(name), feed_forward_blocks.ActivationSpec):  # of each number alone
             value: _Value = arguments[0]
             return value
         calls.setdefault(name, []).extend(a for a in arguments if isinstance(a, _Value))
@@ -141,7 +148,7 @@ def _divides(name: str, block: Block, devices: int, ends: bool, unit: Callable[[
         if not ends:
             return block.outputs % devices == 0
         return block.inputs % devices == 0 and block.inputs // devices % unit(name) == 0
-    if isinstance(block, blocks.SSMSpec) and block.groups != 1 and block.groups % devices:
+    if isinstance(block, recurrent_blocks.SSMSpec) and block.groups != 1 and block.groups % devices:
         return False
     if isinstance(block, blocks.RMSNormSpec) and block.groups == 1:
         return block.size % devices == 0
@@ -203,9 +210,13 @@ def _is_linear(block: Block) -> TypeGuard[blocks.LinearSpec]:
 
 def _takes_whole(block: Block, argument: int, devices: int) -> bool:
     """Whether every device needs the whole of an argument: what heads or channels share."""
-    if isinstance(block, blocks.SelectiveScanSpec):
+    if isinstance(block, recurrent_blocks.SelectiveScanSpec):
         return argument in (1, 2)
-    return isinstance(block, blocks.SSMSpec) and block.groups % devices != 0 and argument in (1, 2)
+    return (
+        isinstance(block, recurrent_blocks.SSMSpec)
+        and block.groups % devices != 0
+        and argument in (1, 2)
+    )
 
 
 def _local(
@@ -220,7 +231,7 @@ def _local(
         return made(**(vars(block) | {field: whole // devices})), shares
     rule = _RULES[type(block)]
     changed = {field: getattr(block, field) // devices for field in rule.sizes}
-    if isinstance(block, blocks.SSMSpec) and block.groups % devices == 0:
+    if isinstance(block, recurrent_blocks.SSMSpec) and block.groups % devices == 0:
         changed["groups"] = block.groups // devices
     if isinstance(block, blocks.RMSNormSpec) and block.groups == 1:
         size = block.size // devices

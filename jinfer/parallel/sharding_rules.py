@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jinfer.modelspec import blocks
+from jinfer.modelspec import attention_blocks, blocks, feed_forward_blocks, position_blocks
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, some_layers
 from jinfer.modelspec.model_spec import ModelSpec
@@ -202,7 +202,7 @@ class _SpecSharder:
             case blocks.HeadSpec():
                 whole = block.outputs
                 return ShardedHeadBlock(**_fields(local), axis=TENSOR_AXIS, whole=whole)
-            case blocks.AttentionSpec(position=blocks.AlibiSpec() as alibi):
+            case attention_blocks.AttentionSpec(position=position_blocks.AlibiSpec() as alibi):
                 heads = shares["heads"]
                 slopes = alibi_slopes(block.heads, alibi).tolist()
                 by_device = tuple(
@@ -215,7 +215,7 @@ class _SpecSharder:
 
     def _columns(self, name: str, block: Any, width: int) -> AxisSharding:
         columns = shard_evenly(width, self.devices, self.unit(name))
-        plain = not getattr(block, "gated", isinstance(block, blocks.GatedMLPSpec))
+        plain = not getattr(block, "gated", isinstance(block, feed_forward_blocks.GatedMLPSpec))
         if columns.padding and plain and block.activation == "sigmoid":
             raise ShardingError(
                 f"its width of {width} does not divide among {self.devices} devices, and "

@@ -26,7 +26,7 @@ from jinfer.engine.runner.step_forms import CacheStep
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.runner.step_table import abstract_tables, int32
 from jinfer.engine.runner.verify import accept_states
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import STATE, zero_cache
 from jinfer.ops.backend import target_platform

@@ -18,7 +18,7 @@ from jinfer.modelspec.bounded_types import (
     WrongValue,
     option,
 )
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.model_spec import Reasoning, ToolCalls
 from jinfer.server.http.server_settings import Seconds, ServerSettings
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.sources import check_places
 from jinfer.server.app import build_app
 from jinfer.server.core.service import Service

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import PREFIX, CliParser, add_flags, flags_of
-from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.bounded_types import WrongValue
 from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.modelspec.spec_files import parse_override

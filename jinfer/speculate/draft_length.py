@@ -1,4 +1,4 @@
-"""Draft length: how many tokens to draft and verify, from acceptance rates and call times."""
+"""Draft length and back-off: how much to draft and when, from acceptance rates and times."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ class DraftLength:
             trees: drafts of the sequences that may have one.
             sequences: number of all sequences in the call; those without a draft get one token.
             sizes: available batch sizes, ascending; the last is above `sequences`.
-            probing: verify at least a small batch, whatever its estimated value.
+            probing: verify at least a small batch, even if its estimated value is low.
         """
         if self.nodes is not None:
-            most = min(self.nodes - 1, max(0, (sizes[-1] - sequences) // max(1, len(trees))))
-            return [tree.subtree(self._best([tree], most)[0]) for tree in trees]
+            limit = min(self.nodes - 1, max(0, (sizes[-1] - sequences) // max(1, len(trees))))
+            return [tree.subtree(self._best([tree], limit)[0]) for tree in trees]
         size = self.best_size(trees, sequences, sizes)
         if size is None and probing:
             size = next(size for size in sizes if size > sequences)
@@ -153,7 +153,7 @@ class DraftLength:
             seconds: time of a level.
             drafted: number of sequences that it drafts for.
             sequences, sizes: as of `select`.
-            probing: draft some levels, whatever their estimated value.
+            probing: draft some levels, even if their estimated value is low.
         """
         if self.nodes is not None:
             return min(self.nodes - 1, _DEEPEST)
@@ -170,7 +170,7 @@ class DraftLength:
                 best, depth = rate, level
         return depth
 
-    def _best(self, trees: Sequence[TokenTree], most: int) -> list[list[int]]:
+    def _best(self, trees: Sequence[TokenTree], limit: int) -> list[list[int]]:
         """The likeliest nodes over all trees, by tree, likeliest first."""
         ranked = sorted(
             (-value, node, index)
@@ -178,7 +178,7 @@ class DraftLength:
             for node, value in enumerate(self.values(tree))
         )
         chosen: list[list[int]] = [[] for _ in trees]
-        for _, node, index in ranked[:most]:
+        for _, node, index in ranked[:limit]:
             chosen[index].append(node)
         return chosen
 
@@ -188,3 +188,78 @@ class DraftLength:
         The last depth and the last rank include all beyond.
         """
         return {key: (round(m.sum), m.total) for key, m in sorted(self.acceptance.items())}
+
+
+_FIRST_REST, _LONGER, _LONGEST_REST = 1, 4, 256  # calls; each rest is `_LONGER` times the last
+_MISSES, _AFTER_MISSES = 3, 8  # calls without a proposal, and the rest in calls after them
+_RAREST = 8  # calls between two observations during a rest, at most
+
+
+@dataclass
+class Backoff:
+    """Decides whether the next call drafts.
+
+    Attributes:
+        probing: the next draft is verified even if its estimated value is low: after a rest the
+            estimate is old.
+    """
+
+    probing: bool = False
+    _rest: int = 0
+    _next: int = _FIRST_REST
+    _missed: int = 0
+    _gap: int = 1
+    _unwatched: int = 0
+
+    @property
+    def resting(self) -> bool:
+        """Whether calls do not draft, and so need not wait for each other's tokens."""
+        return self._rest > 0
+
+    def rest(self) -> bool:
+        """Whether the next call rests; counts it."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        self.probing = self._rest == 0
+        return True
+
+    def steps(self, limit: int) -> int:
+        """Steps of a call without drafts: few if the last calls had drafts."""
+        return limit if self._rest else min(limit, 1 << self._missed)
+
+    def watches(self, *, new: bool) -> bool:
+        """During a rest: whether to observe now which drafts would have been accepted.
+
+        Args:
+            new: the sequence is new; the rest is due to others.
+        """
+        self._unwatched += 1
+        return new or self._unwatched >= self._gap
+
+    def watched(self, *, right: bool) -> None:
+        """Records an observation; the next is soon if a draft was right, else later."""
+        self._unwatched, self._gap = 0, 1 if right else min(2 * self._gap, _RAREST)
+
+    def missed(self, *, rests: bool) -> None:
+        """Records that no source had a proposal; after some misses there may be a rest."""
+        self._missed += 1
+        if self._missed > _MISSES:
+            self._missed = _MISSES
+            if rests:
+                self._begin(max(self._next, _AFTER_MISSES))
+        self.probing = False
+
+    def useless(self) -> None:
+        """Records proposals that did not pay; a rest begins."""
+        self._begin(self._next)
+        self.probing = False
+
+    def drafted(self) -> None:
+        """Records a draft that is verified; unless probing, it was worth it."""
+        self._next = self._next if self.probing else _FIRST_REST
+        self._rest = self._missed = 0
+        self.probing = False
+
+    def _begin(self, calls: int) -> None:
+        self._rest, self._next = calls, min(_LONGER * calls, _LONGEST_REST)

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
-from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner, padded
+from jinfer.engine.runner.flat_batch import padded
+from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE, Cache
 from jinfer.sampling.sampler_chain import sampler_sets
@@ -49,11 +49,12 @@ def draft_programs(
 
 
 @dataclass(eq=False, kw_only=True)
-class DraftModel(ModelRunner, Drafter):
+class DraftModel(Drafter):
     """Drafts the model's likeliest tokens, under the noise that the target samples with.
 
     Attributes:
-        target: the engine that it drafts for.
+        runner: runs the draft model.
+        target: runs the model that it drafts for.
         name: draft source of its nodes.
         seconds_per_level: time of a level of a draft.
         siblings: tokens of each level, the first of which is continued.
@@ -61,7 +62,8 @@ class DraftModel(ModelRunner, Drafter):
             than the first of a level are continued one by one.
     """
 
-    target: EngineCore
+    runner: ModelRunner
+    target: ModelRunner
     name: str
     seconds_per_level: float = 1e-3
     siblings: int = 2
@@ -72,12 +74,12 @@ class DraftModel(ModelRunner, Drafter):
     first: ClassVar[int] = 0  # index of the first token of a sequence that it reads
     kinds: ClassVar[tuple[StepKind, StepKind]] = "logits", "propose"  # of a prefill and of a draft
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        most = len(self.expansion) or MAX_STEPS
-        wanted = {s.slot: (s, min(most, levels)) for s, levels in asked if levels > 0}
-        ready = [(s, levels) for s, levels in wanted.values() if self._catch_up(s)]
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        limit = len(self.expansion) or MAX_STEPS
+        by_slot = {s.slot: (s, min(limit, levels)) for s, levels in requests if levels > 0}
+        ready = [(s, levels) for s, levels in by_slot.values() if self._catch_up(s)]
         if not ready:
-            return [TokenTree() for _ in asked]
+            return [TokenTree() for _ in requests]
         begun, deepest = time.perf_counter(), max(levels for _, levels in ready)
         self._branch([s for s, _ in ready])
         tokens = self._run([s for s, _ in ready], deepest)
@@ -90,7 +92,7 @@ class DraftModel(ModelRunner, Drafter):
             trees[sequence.slot] = grown.tree()
         self._took.add((time.perf_counter() - begun) / deepest)
         self.seconds_per_level = self._took.value
-        return [trees.get(sequence.slot, TokenTree()) for sequence, _ in asked]
+        return [trees.get(sequence.slot, TokenTree()) for sequence, _ in requests]
 
     def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
         """The tokens in the KV cache after a chain was drafted; in a state, those before it."""
@@ -98,35 +100,37 @@ class DraftModel(ModelRunner, Drafter):
 
     @property
     def _has_states(self) -> bool:
-        return STATE in self.programs.sizes.blocks
+        return STATE in self.runner.programs.sizes.blocks
 
     def _branch(self, sequences: Sequence[RunningSequence]) -> None:
         """Copies recurrent states, as drafted tokens are computed from copies."""
         if self._has_states:
-            slots = self.programs.sizes.slots
-            self.copy_blocks([BlockCopy(STATE, s.slot, slots + s.slot) for s in sequences])
+            slots = self.runner.programs.sizes.slots
+            self.runner.copy_blocks([BlockCopy(STATE, s.slot, slots + s.slot) for s in sequences])
 
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
-        count = self.padded_rows(len(sequences))
+        count = self.runner.padded_rows(len(sequences))
         rows = padded([s.slot for s in sequences], count, -1)
         stages = self.target.samplers.stages(sequences)
-        program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
+        program = self.runner.programs.get(StepKey(self.kinds[1], count, stages=stages))
         tables = self.slot_tables(drafted=True)
         arguments = (rows, tables, np.int32(levels), *self._hidden(sequences, rows))
-        cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
-        self.set_cache(cache, state)
+        cache, state, proposed = program(
+            self.runner.leaves, self.runner.cache, self.runner.state, *arguments
+        )
+        self.runner.set_cache(cache, state)
         return np.asarray(proposed)
 
     def _grow(
         self, sequence: RunningSequence, levels: np.ndarray, above: list[int], grown: _TreeBuilder
     ) -> None:
-        """Adds the tokens after a node: a chain, siblings beside it, and what follows those."""
+        """Add the tokens after a node: a chain, its siblings, and the tokens after those."""
         path = list(above)
         for level, row in enumerate(levels.tolist()):
             depth = len(above) + level
             width = self.expansion[depth] if self.expansion else self.siblings
-            listed = [id for id in row[:width] if 0 <= id < self.programs.sizes.vocab]
+            listed = [id for id in row[:width] if 0 <= id < self.runner.programs.sizes.vocab]
             if not listed:
                 return
             for id in listed:
@@ -139,7 +143,7 @@ class DraftModel(ModelRunner, Drafter):
     def _grow_below(
         self, sequence: RunningSequence, path: list[int], levels: int, grown: _TreeBuilder
     ) -> None:
-        """Adds the tokens after a node beside the chain, which is computed in the chain's place."""
+        """Add the tokens after a node outside the chain, computed in the chain's place."""
         if levels < 1:
             return
         self._set_slot(sequence, path)
@@ -179,7 +183,7 @@ class DraftModel(ModelRunner, Drafter):
             size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
             rows, positions = np.full((2, size), -1, np.int32)
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            self.set_cache(self._prefill(rows, positions, tables))
+            self.runner.set_cache(self._prefill(rows, positions, tables))
             begin += count
 
     def _prefill(
@@ -187,8 +191,8 @@ class DraftModel(ModelRunner, Drafter):
     ) -> Cache:
         """The KV cache with some tokens computed."""
         arguments = (rows, positions, tables, np.full(1, -1, np.int32))
-        program = self.programs.get(StepKey("logits", len(rows), 1))
-        return program(self.leaves, self.cache, self.state, *arguments)[0]
+        program = self.runner.programs.get(StepKey("logits", len(rows), 1))
+        return program(self.runner.leaves, self.runner.cache, self.runner.state, *arguments)[0]
 
     def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
         """The target's hidden states before the sequences' last tokens, if the model reads them."""
@@ -196,15 +200,13 @@ class DraftModel(ModelRunner, Drafter):
 
     def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
         """Sets a sequence's slot of the device state, with `more` tokens that may follow."""
-        context = self.programs.sizes.context
+        context = self.runner.programs.sizes.context
         row = self.target.samplers.row(sequence, context, more, self.first)
-        self._state = self.programs.get(StepKey("set_slot"))(
-            self.state, row, np.int32(sequence.slot)
-        )
+        self.runner.upload_row(row, sequence.slot)
 
     def slot_tables(self, drafted: bool = False) -> dict[str, np.ndarray]:
         """Block tables: each slot has fixed blocks; a state of its own for drafted tokens."""
-        sizes = self.programs.sizes
+        sizes = self.runner.programs.sizes
         if not self._blocks:
             every = np.arange(sizes.slots * sizes.table, dtype=np.int32)
             self._blocks = {group: every.reshape(sizes.slots, -1) for group in sizes.blocks}
@@ -215,21 +217,24 @@ class DraftModel(ModelRunner, Drafter):
         return self._blocks | {STATE: states}
 
     def reset(self) -> None:
-        self._cache = self._state = None
+        self.runner.reset()
         self._computed.clear()
 
+    def release(self) -> None:
+        self.runner.release()
+
     def announce(self) -> list[Future[Program]]:
-        return self.programs.announce(self._step_keys())
+        return self.runner.programs.announce(self._step_keys())
 
     def _step_keys(self) -> Iterator[StepKey]:
-        (prefill, propose), slots = self.kinds, self.programs.sizes.slots
+        (prefill, propose), slots = self.kinds, self.runner.programs.sizes.slots
         yield StepKey("set_slot")
         if self._has_states:
             yield StepKey("copy_blocks")
         for size in (*SMALL_SIZES, *SIZES):
             yield StepKey(prefill, size, int(prefill == "logits"))
         for stages in sampler_sets():
-            for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
+            for rows in sorted({self.runner.padded_rows(n) for n in range(1, slots + 1)}):
                 yield StepKey(propose, rows, stages=stages)
 
 
@@ -256,9 +261,9 @@ class _TreeBuilder:
         return TokenTree(tokens, tuple(parents), (self.source,) * len(tokens))
 
 
-def _common(before: Sequence[int], known: Sequence[int], most: int) -> int:
-    """Number of computed tokens that are still valid, at most `most`."""
-    least = min(len(before), most)
+def _common(before: Sequence[int], known: Sequence[int], limit: int) -> int:
+    """Number of computed tokens that are still valid, at most `limit`."""
+    least = min(len(before), limit)
     if list(before[:least]) == list(known[:least]):
         return least
     return next(i for i in range(least) if before[i] != known[i])

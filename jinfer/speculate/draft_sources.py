@@ -1,4 +1,4 @@
-"""Draft sources: the table of what `[speculation] draft` can name.
+"""Draft sources: the table of names in `[speculation] draft`, and the drafters that run models.
 
 A new draft source is a module with a `Drafter`, its test, and a line of `DRAFT_SOURCES`.
 """
@@ -6,16 +6,138 @@ A new draft source is a module with a `Drafter`, its test, and a line of `DRAFT_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.loader.open_model import Opened
+from jinfer.loader.weights import load_weights
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.loader.weights.quantized_cache import with_formats
+from jinfer.loader.weights.read_weights import on_device
+from jinfer.modelspec.layer_spec import some_layers
+from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.speculation_table import DraftSpec
+from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.speculate.draft_model import DraftModel, draft_programs
 from jinfer.speculate.drafter import DraftContext, Drafter
-from jinfer.speculate.layer_skipping import layer_skipping
-from jinfer.speculate.model_drafters import model_drafter
-from jinfer.speculate.open_draft_model import ModelSource, open_draft_model, open_own_head
+from jinfer.speculate.eagle_drafter import EagleDrafter, eagle_weights
+from jinfer.speculate.open_draft_model import KEY, ModelSource, open_draft_model, open_own_head
+from jinfer.speculate.other_device import put_on
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.suffix_tree import SuffixDrafter
+
+
+def layer_skipping(context: DraftContext) -> DraftModel:
+    """A drafter that runs the target without some layers; the weights are the same arrays.
+
+    Raises:
+        SpecError: a layer that is not there, or a model whose layers cannot be skipped.
+    """
+    target, opened = context.engine.runner, context.opened
+    spec = opened.spec
+    assert spec.decoder is not None, "it has a cache"
+    if spec.type != "decoder-only":
+        raise SpecError(spec.path, KEY, "layers are only skipped in models without an encoder")
+    if not spec.partition.is_plain:
+        reason = "skip shares the weights of a model that is whole; leave out [partition], or skip"
+        raise SpecError(spec.path, KEY, reason)
+    count = len(spec.decoder.layers)
+    skipped = context.entry.skip
+    if wrong := [i for i in skipped if i >= count]:
+        raise SpecError(spec.path, KEY, f"skip has layer {wrong[0]}; there are 0 to {count - 1}")
+    remaining = [i for i in range(count) if i not in skipped]
+    if not remaining:
+        raise SpecError(spec.path, KEY, "skip leaves no layer; name fewer")
+    try:
+        layers = some_layers(spec.decoder.layers, remaining)
+    except LookupError as error:
+        raise SpecError(spec.path, KEY, f"{error}, which skip leaves out; keep it") from None
+    shorter = replace(spec.decoder, layers=layers)
+    if lost := set(shorter.values_before(0)) - shorter.stem.assigned:
+        reason = f"skip leaves out the layer that assigns {min(lost)}; keep it"
+        raise SpecError(spec.path, KEY, reason)
+    stacks = tuple(shorter if s.name == "decoder" else s for s in spec.stacks)
+    built = build_abstract_model(replace(spec, stacks=stacks), jnp.dtype(opened.dtype))
+    indices = [target.model.names.index(_name_in_target(n, remaining)) for n in built.names]
+    model = replace(built, parameters=tuple(target.model.parameters[i] for i in indices))
+    programs = draft_programs(model, target.programs.sizes, opened.kv_cache)
+    runner = ModelRunner(programs=programs)
+    drafter = DraftModel(runner=runner, target=target, name="skip")
+
+    def share(progress: bool) -> None:
+        parameters = target.parameters
+        runner.parameters = tuple(parameters[i] for i in indices)
+
+    context.load.append(share)
+    return drafter
+
+
+def _name_in_target(name: str, remaining: list[int]) -> str:
+    """The target's name of a parameter of the model without some layers."""
+    stack, _, rest = name.partition(".")
+    index, _, inner = rest.partition(".")
+    if stack != "decoder" or not index.isdecimal():
+        return name
+    return f"decoder.{remaining[int(index)]}.{inner}"
+
+
+def model_drafter(context: DraftContext) -> DraftModel:
+    """A drafter that runs a model: a head if the model reads the target's hidden states.
+
+    Raises:
+        SpecError: its device is not there.
+        LoadError, CheckpointError: its weights are not there.
+    """
+    entry, draft, engine = context.entry, context.draft_model, context.engine
+    name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
+    target = engine.runner
+    if draft.spec.follows is not None:
+        weights = eagle_weights(target, context.opened, draft, same=entry.source == "head")
+        model, read = weights.model, partial(weights.load, target)
+    else:
+        whole, files = build_abstract_model(draft.spec, jnp.dtype(draft.dtype)), draft.checkpoint
+        plan = with_formats(
+            plan_weights(whole, draft.spec, files, draft.activations, kv_cache=draft.kv_cache)
+        )
+        model, read = plan.model, partial(_load, plan)
+    programs = draft_programs(model, target.programs.sizes, draft.kv_cache, _device(context))
+    runner = ModelRunner(programs=programs)
+    if draft.spec.follows is None:
+        drafter = DraftModel(runner=runner, target=target, name=name)
+    else:
+        scheduler = engine.scheduler
+        drafter = EagleDrafter(runner=runner, target=target, name=name, scheduler=scheduler)
+
+    def load(progress: bool) -> None:
+        runner.parameters = read(programs, progress)
+
+    context.load.append(load)
+    return drafter
+
+
+def _load(plan: WeightPlan, programs: CompiledPrograms, progress: bool) -> tuple[Any, ...]:
+    """The weights of a draft model, on its device."""
+    put = on_device if programs.device is None else put_on(programs.device)
+    return load_weights.load(plan, put, progress=progress)
+
+
+def _device(context: DraftContext) -> jax.Device | None:
+    """The draft model's device; None: the default one, where a target that is not split is."""
+    number, there = context.entry.device, jax.devices()
+    if number is None:
+        return context.engine.runner.programs.home_device
+    if number >= len(there):
+        are = f"there are {len(there)}, from 0 on" if len(there) > 1 else "there is one, number 0"
+        reason = f"device {number} is not there: {are}"
+        raise SpecError(context.opened.spec.path, f"{KEY}.device", reason)
+    return there[number]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.loader.open_model import Opened
@@ -27,11 +27,11 @@ class Drafter:
     name: str = ""
     seconds_per_level: float = 0.0
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """Drafts a tree for each sequence; an empty one if it has no proposal.
 
         Args:
-            asked: sequences, and the maximum depth of each one's tree.
+            requests: sequences, and the maximum depth of each one's tree.
         """
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class DraftContext:
         load: functions that load draft weights, called after the target's; takes `progress`.
     """
 
-    engine: EngineCore
+    engine: Engine
     opened: Opened
     entry: DraftSpec
     model: Opened | None

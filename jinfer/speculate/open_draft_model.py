@@ -35,7 +35,9 @@ def open_draft_model(opened: Opened, entry: DraftSpec, target: ModelSource) -> O
         reason = f"{entry.source} is for {vocabs[0]} tokens, and the model has {vocabs[1]}"
         raise SpecError(opened.spec.path, KEY, f"{reason}; take a head that was made for it")
     if not draft.spec.partition.is_plain:
-        reason = "a draft is whole on one device; leave it out, and say device beside source"
+        reason = (
+            "a draft model runs on one device; leave it out, and set device in the entry of draft"
+        )
         raise SpecError(draft.spec.path, "partition", reason)
     return draft
 

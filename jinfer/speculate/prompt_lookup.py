@@ -35,14 +35,16 @@ class _Index:
                 self.after[ngram] = (position, other)
         self.read = len(tokens)
 
-    def find(self, tokens: Sequence[int], most: int) -> list[TokenTree]:
+    def find(self, tokens: Sequence[int], max_depth: int) -> list[TokenTree]:
         """Continuations of the longest n-gram that the tokens end with."""
         for length in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
             positions = self.after.get(tuple(tokens[len(tokens) - length :]))
             if positions is not None:
                 source = f"ngram{length}"
                 return [
-                    TokenTree.chain(_from(tokens, p, most), source) for p in positions if p >= 0
+                    TokenTree.chain(_from(tokens, p, max_depth), source)
+                    for p in positions
+                    if p >= 0
                 ]
         return []
 
@@ -58,7 +60,7 @@ def _from(tokens: Sequence[int], position: int, count: int) -> list[int]:
 
 @dataclass(eq=False)
 class PromptLookup(Drafter):
-    """Drafts the newest continuation of the last tokens, and perhaps a second one beside it.
+    """Drafts the newest continuation of the last tokens, and perhaps a second one.
 
     Attributes:
         branches: maximum number of continuations.
@@ -67,12 +69,12 @@ class PromptLookup(Drafter):
     branches: int = 1
     _indices: dict[int, _Index] = field(default_factory=dict)
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         trees = []
-        for sequence, most in asked:
+        for sequence, max_depth in requests:
             index = self._indices.setdefault(sequence.request.id, _Index())
             index.add(sequence.tokens)
-            trees.append(merge_trees(index.find(sequence.tokens, most)[: self.branches]))
+            trees.append(merge_trees(index.find(sequence.tokens, max_depth)[: self.branches]))
         return trees
 
     def forget(self, sequence: RunningSequence) -> None:

@@ -27,13 +27,16 @@ class ReplayDrafter(Drafter):
     vocab: int
     seed: int = 0
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        return [TokenTree.chain(self._chain(sequence, most), "replay") for sequence, most in asked]
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        return [
+            TokenTree.chain(self._chain(sequence, max_depth), "replay")
+            for sequence, max_depth in requests
+        ]
 
-    def _chain(self, sequence: RunningSequence, most: int) -> list[int]:
+    def _chain(self, sequence: RunningSequence, max_depth: int) -> list[int]:
         prompt = sequence.request.prompt
         begin = len(sequence.tokens) - len(prompt)
-        known = self.answers.get(prompt, ())[begin : begin + most]
+        known = self.answers.get(prompt, ())[begin : begin + max_depth]
         return [
             token if self.right(prompt, begin + i) else (token + 1) % self.vocab
             for i, token in enumerate(known)

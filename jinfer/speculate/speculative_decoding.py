@@ -10,31 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.engine.engine import Engine
 from jinfer.engine.runner.captured_calls import captured_names
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
-from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.sequence import DraftedStep, RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.sampling.sampler_chain import sampler_sets
-from jinfer.speculate.backoff import Backoff
-from jinfer.speculate.draft_length import DraftLength, RunningMean
+from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.grammar_drafts import EVERYTHING, allowed_chain
 from jinfer.speculate.token_tree import TokenTree, merge_trees
 from jinfer.speculate.tree_batch import (
+    EVERYTHING,
     PLACES_PER_TOKEN,
     SIZES,
     RootedTree,
     TreeLayout,
+    allocate_branches,
+    allowed_chain,
     batch_sizes,
+    first_path,
     fitting_size,
+    layout_masks,
 )
-from jinfer.speculate.tree_blocks import allocate_branches, first_path, layout_masks
 
 _DEEPEST = 16  # maximum depth of a draft
 _NEW = 16  # an answer of fewer tokens counts as new
@@ -59,12 +60,14 @@ class SpeculativeDecoder:
     """Verifies what an engine's drafters propose, as far as it pays.
 
     Attributes:
+        engine: the engine that it drafts for.
         drafters: draft sources; among siblings, nodes of earlier ones count as likelier.
         draft_length: how much is drafted and verified.
         branched: whether trees may have branches, unless the model has recurrent states; else only
             their first paths are verified.
     """
 
+    engine: Engine
     drafters: Sequence[Drafter]
     draft_length: DraftLength = field(default_factory=DraftLength)
     branched: bool = True
@@ -81,11 +84,11 @@ class SpeculativeDecoder:
         looks = not self._backoff.resting and any(map(_wants, sequences))
         return looks and not any(s.prefilling for s in sequences)
 
-    def max_steps(self, most: int) -> int:
+    def max_steps(self, limit: int) -> int:
         """As `Speculator.max_steps`."""
-        return self._backoff.steps(most)
+        return self._backoff.steps(limit)
 
-    def launch(self, engine: EngineCore, plan: StepPlan, guides: Guides) -> bool:
+    def launch(self, plan: StepPlan, guides: Guides) -> bool:
         decoding = plan.decoding
         if plan.chunks or not decoding or self._backoff.rest():
             return False
@@ -94,11 +97,11 @@ class SpeculativeDecoder:
         wanting = [s for s in decoding if _wants(s) and s.remaining > 1 and not _ended(s)]
         if not wanting or self._unknown(decoding):
             return False
-        sizes = self._sizes(engine, decoding)
+        sizes = self._sizes(decoding)
         if not sizes or sizes[-1] <= len(decoding):
             self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
-        trees = self._drafts(engine, wanting, len(decoding), sizes)
+        trees = self._drafts(wanting, len(decoding), sizes)
         if trees is not None and not any(map(len, trees)):
             self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
@@ -111,12 +114,12 @@ class SpeculativeDecoder:
         by_slot = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
         masks = None
         if any(s.guided for s in decoding):
-            masks = self._masks(engine, guides, decoding, by_slot, sizes)
+            masks = self._masks(guides, decoding, by_slot, sizes)
             if masks is None:
                 self._backoff.missed(rests=self.draft_length.nodes is None)
                 return False
         self._backoff.drafted()
-        self._verify(engine, decoding, by_slot, masks, sizes)
+        self._verify(decoding, by_slot, masks, sizes)
         return True
 
     def _unknown(self, decoding: Sequence[RunningSequence]) -> bool:
@@ -131,7 +134,6 @@ class SpeculativeDecoder:
 
     def _masks(
         self,
-        engine: EngineCore,
         guides: Guides,
         decoding: Sequence[RunningSequence],
         trees: dict[int, TokenTree],
@@ -142,13 +144,13 @@ class SpeculativeDecoder:
         Returns:
             None if nothing is left of the trees, or their program is not compiled yet.
         """
-        words, masks = engine.programs.words, dict[int, list[np.ndarray]]()
+        words, masks = self.engine.runner.programs.words, dict[int, list[np.ndarray]]()
         for sequence in decoding:
             tree = first_path(trees.get(sequence.slot, TokenTree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
                 guide = guides.by_request[sequence.request.id]
-                assert guide.mask is not None, "its turn is done, and tokens may follow"
+                assert guide.mask is not None, "its mask is computed, and tokens may follow"
                 forcing, state = sequence.request.sampling.logprobs is None, guide.matcher.fork()
                 allowed = guides.run_briefly(
                     sequence, allowed_chain, state, guide.mask, tree, forcing=forcing
@@ -158,16 +160,15 @@ class SpeculativeDecoder:
                 tree, masks[sequence.slot] = allowed
             trees[sequence.slot] = tree
         size = fitting_size(decoding, trees, sizes)
-        key = self._step_key(engine, size, decoding, 0, masked=True)
-        ready = self.draft_length.nodes is not None or engine.programs.ready(key)
+        key = self._step_key(size, decoding, 0, masked=True)
+        ready = self.draft_length.nodes is not None or self.engine.runner.programs.ready(key)
         return masks if ready and any(map(len, trees.values())) else None
 
-    def _branched(self, engine: EngineCore) -> bool:
-        return self.branched and engine.scheduler.blocks.states is None
+    def _branched(self) -> bool:
+        return self.branched and self.engine.scheduler.blocks.states is None
 
     def _drafts(
         self,
-        engine: EngineCore,
         wanting: Sequence[RunningSequence],
         sequences: int,
         sizes: Sequence[int],
@@ -190,35 +191,36 @@ class SpeculativeDecoder:
         if not each:
             return None
         trees = [merge_trees(proposed) for proposed in zip(*each, strict=True)]
-        return trees if self._branched(engine) else [first_path(tree) for tree in trees]
+        return trees if self._branched() else [first_path(tree) for tree in trees]
 
-    def _sizes(self, engine: EngineCore, decoding: Sequence[RunningSequence]) -> list[int]:
+    def _sizes(self, decoding: Sequence[RunningSequence]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
         if self.draft_length.nodes is not None:
             return [*SIZES]
         return [
             n
-            for n in batch_sizes(engine)
-            if engine.programs.ready(self._step_key(engine, n, decoding, 0))
+            for n in batch_sizes(self.engine.runner)
+            if self.engine.runner.programs.ready(self._step_key(n, decoding, 0))
         ]
 
     def _step_key(
         self,
-        engine: EngineCore,
         size: int,
         decoding: Sequence[RunningSequence],
         places: int,
         *,
         masked: bool = False,
     ) -> StepKey:
-        chosen, stages = engine.sampled_rows(size, len(decoding)), engine.samplers.stages(decoding)
+        chosen, stages = (
+            self.engine.runner.sampled_rows(size, len(decoding)),
+            self.engine.runner.samplers.stages(decoding),
+        )
         key = StepKey("verify", size, chosen, places, stages=stages, masked=masked)
-        taps = engine.taps_of(decoding)
-        return replace(key, extras=engine.samplers.extras(decoding), taps=taps)
+        taps = self.engine.runner.taps_of(decoding)
+        return replace(key, extras=self.engine.runner.samplers.extras(decoding), taps=taps)
 
     def _verify(
         self,
-        engine: EngineCore,
         decoding: Sequence[RunningSequence],
         trees: dict[int, TokenTree],
         masks: dict[int, list[np.ndarray]] | None,
@@ -227,38 +229,42 @@ class SpeculativeDecoder:
         """Launches a verifying call."""
         layout, of_rows, copies = TreeLayout(), list[tuple[int, BlockTables]](), list[BlockCopy]()
         size = fitting_size(decoding, trees, sizes)
-        if not self._branches(engine, decoding, trees, size):
+        if not self._branches(decoding, trees, size):
             trees = {slot: first_path(tree) for slot, tree in trees.items()}
         for sequence in decoding:
             assert sequence.block_tables is not None, "it is planned"
-            tree = self._fitting(
-                engine, sequence, trees.get(sequence.slot, TokenTree()), size, layout
-            )
-            tree, branches = allocate_branches(engine, sequence, tree, copies)
+            tree = self._fitting(sequence, trees.get(sequence.slot, TokenTree()), size, layout)
+            tree, branches = allocate_branches(self.engine.scheduler.blocks, sequence, tree, copies)
             rows = layout.add(_rooted(sequence, tree))
             of_paths = [sequence.block_tables, *(branch for _, branch in branches)]
             of_rows += zip(rows, of_paths, strict=True)
             self._pending[sequence.request.id] = _Verified(tree, branches)
-        engine.copy_blocks(copies)
+        self.engine.runner.copy_blocks(copies)
         places = PLACES_PER_TOKEN * size if layout.branched else 0
-        key = self._step_key(engine, size, decoding, places, masked=masks is not None)
-        program = engine.programs.get(key)
-        nodes = layout.nodes(size, engine.sampled_rows(size, len(decoding)))
-        tables = engine.block_tables(size, of_rows)
-        tables |= engine.edits_of_rows(key.taps, decoding, size, layout.owners)
+        key = self._step_key(size, decoding, places, masked=masks is not None)
+        program = self.engine.runner.programs.get(key)
+        nodes = layout.nodes(size, self.engine.runner.sampled_rows(size, len(decoding)))
+        tables = self.engine.runner.block_tables(size, of_rows)
+        tables |= self.engine.runner.edits_of_rows(key.taps, decoding, size, layout.owners)
         begun = time.perf_counter()
         arguments: tuple[Any, ...] = (nodes, tables)
         if masks is not None:
-            arguments += (layout_masks(masks, decoding, layout, size, engine.programs.words),)
-        cache, state, output = program(engine.leaves, engine.cache, engine.state, *arguments)
-        engine.set_cache(cache, state)
+            arguments += (
+                layout_masks(masks, decoding, layout, size, self.engine.runner.programs.words),
+            )
+        cache, state, output = program(
+            self.engine.runner.leaves,
+            self.engine.runner.cache,
+            self.engine.runner.state,
+            *arguments,
+        )
+        self.engine.runner.set_cache(cache, state)
         call = CallInFlight(output, tuple(enumerate(decoding)), size, begun)
-        engine.record_in_flight(call)
-        self._calls[decoding[0].slot % engine.scheduler.lanes] = (call, size)
+        self.engine.record_in_flight(call)
+        self._calls[decoding[0].slot % self.engine.scheduler.micro_batches] = (call, size)
 
     def _branches(
         self,
-        engine: EngineCore,
         decoding: Sequence[RunningSequence],
         trees: dict[int, TokenTree],
         size: int,
@@ -267,12 +273,11 @@ class SpeculativeDecoder:
         branched = any(len(tree.paths()) > 1 for tree in trees.values())
         if self.draft_length.nodes is not None or not branched:
             return True
-        key = self._step_key(engine, size, decoding, PLACES_PER_TOKEN * size)
-        return engine.programs.ready(key)
+        key = self._step_key(size, decoding, PLACES_PER_TOKEN * size)
+        return self.engine.runner.programs.ready(key)
 
     def _fitting(
         self,
-        engine: EngineCore,
         sequence: RunningSequence,
         tree: TokenTree,
         size: int,
@@ -285,22 +290,24 @@ class SpeculativeDecoder:
             tree = first_path(tree)
         for path in tree.paths()[:1]:
             length = len(sequence.tokens) + len(path)
-            if not engine.scheduler.blocks.reserve(sequence.block_tables, length):
+            if not self.engine.scheduler.blocks.reserve(sequence.block_tables, length):
                 return TokenTree()
         return tree
 
     def observe(
-        self, engine: EngineCore, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
+        self, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
     ) -> list[str]:
-        lane = sequence.slot % engine.scheduler.lanes
-        if lane in self._calls and self._calls[lane][0] is launched:
-            size = self._calls.pop(lane)[1]
+        micro_batch = sequence.slot % self.engine.scheduler.micro_batches
+        if micro_batch in self._calls and self._calls[micro_batch][0] is launched:
+            size = self._calls.pop(micro_batch)[1]
             if size in self._run:  # a program's first call takes longer
-                self.draft_length.costs.setdefault(size, RunningMean(0.0)).add(engine.call_seconds)
+                self.draft_length.costs.setdefault(size, RunningMean(0.0)).add(
+                    self.engine.call_seconds
+                )
             self._run.add(size)
         elif launched.decodes:
             mean = self.draft_length.plain.setdefault(len(launched.rows), RunningMean(0.0))
-            mean.add(engine.step_seconds)
+            mean.add(self.engine.step_seconds)
         verified = self._pending.pop(sequence.request.id, None)
         if verified is None:
             self._watch(launched, sequence, ids)
@@ -308,10 +315,10 @@ class SpeculativeDecoder:
         accepted = verified.tree.follow(ids)
         self.draft_length.record(verified.tree, accepted)
         if len(verified.tree):
-            for counts in (engine.drafted, sequence):
+            for counts in (self.engine.drafted, sequence):
                 counts.drafted += len(verified.tree)
                 counts.accepted += len(accepted)
-            engine.drafted.drafts += 1
+            self.engine.drafted.drafts += 1
             tree = verified.tree
             sequence.trees.append(
                 DraftedStep(tree.tokens, tree.parents, tree.sources, tuple(accepted), tuple(ids))
@@ -323,7 +330,7 @@ class SpeculativeDecoder:
                 assert sequence.block_tables is not None, "it runs"
                 sequence.block_tables, branch = branch, sequence.block_tables
                 needed = set()
-            engine.scheduler.blocks.free(branch)
+            self.engine.scheduler.blocks.free(branch)
         return [verified.tree.sources[node] for node in accepted]
 
     def _watch(self, launched: CallInFlight, sequence: RunningSequence, ids: list[int]) -> None:
@@ -347,11 +354,11 @@ class SpeculativeDecoder:
         """Whether no drafter takes time."""
         return not any(drafter.seconds_per_level for drafter in self.drafters)
 
-    def release_blocks(self, engine: EngineCore, sequence: RunningSequence) -> None:
+    def release_blocks(self, sequence: RunningSequence) -> None:
         """As `Speculator.release_blocks`."""
         verified = self._pending.pop(sequence.request.id, None)
         for _, branch in verified.branches if verified else ():
-            engine.scheduler.blocks.free(branch)
+            self.engine.scheduler.blocks.free(branch)
 
     def forget(self, sequence: RunningSequence) -> None:
         for drafter in self.drafters:
@@ -366,15 +373,15 @@ class SpeculativeDecoder:
         for drafter in self.drafters:
             drafter.release()
 
-    def announce(self, engine: EngineCore) -> list[Future[Program]]:
-        futures = engine.programs.announce(self._step_keys(engine))
+    def announce(self) -> list[Future[Program]]:
+        futures = self.engine.runner.programs.announce(self._step_keys())
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
-    def _step_keys(self, engine: EngineCore) -> Iterator[StepKey]:
+    def _step_keys(self) -> Iterator[StepKey]:
         for stages in sampler_sets():
-            for size in batch_sizes(engine):
-                for chosen in sorted({1, engine.sampled_rows(size, 2)}):
-                    for places in (0, PLACES_PER_TOKEN * size) if self._branched(engine) else (0,):
+            for size in batch_sizes(self.engine.runner):
+                for chosen in sorted({1, self.engine.runner.sampled_rows(size, 2)}):
+                    for places in (0, PLACES_PER_TOKEN * size) if self._branched() else (0,):
                         yield StepKey("verify", size, chosen, places, stages=stages)
                     yield StepKey("verify", size, chosen, stages=stages, masked=True)
 

@@ -43,10 +43,10 @@ class SuffixDrafter(Drafter):
     _nodes: int = 0
     _readings: dict[int, _Reading] = field(default_factory=dict)
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        for sequence, _ in asked:
+    def draft(self, requests: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        for sequence, _ in requests:
             self._add(sequence)
-        return [self._tree(sequence.tokens, most) for sequence, most in asked]
+        return [self._tree(sequence.tokens, max_depth) for sequence, max_depth in requests]
 
     def forget(self, sequence: RunningSequence) -> None:
         """As `Drafter.forget`; the answer's tokens stay in the tree."""
@@ -76,12 +76,12 @@ class SuffixDrafter(Drafter):
         child.count += 1
         return child
 
-    def _tree(self, tokens: Sequence[int], most: int) -> TokenTree:
+    def _tree(self, tokens: Sequence[int], max_depth: int) -> TokenTree:
         """The likeliest continuations of the longest known suffix."""
         for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
             node = self._find(tokens[len(tokens) - length :])
             if node is not None and node.after:
-                return _likeliest(node, most)
+                return _likeliest(node, max_depth)
         return TokenTree()
 
     def _find(self, tokens: Iterable[int]) -> _Node | None:
@@ -93,7 +93,7 @@ class SuffixDrafter(Drafter):
         return node
 
 
-def _likeliest(top: _Node, most: int) -> TokenTree:
+def _likeliest(top: _Node, max_depth: int) -> TokenTree:
     """The likeliest nodes below one, best first; probabilities are relative frequencies."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -106,7 +106,7 @@ def _likeliest(top: _Node, most: int) -> TokenTree:
         for token, child in node.after.items():
             order += 1
             likely = value * child.count / total
-            if likely >= _LIKELY and depth < most:
+            if likely >= _LIKELY and depth < max_depth:
                 entry = (-likely, depth + 1, order, token, child)
                 heapq.heappush(heap, entry)
                 above[order] = parent

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jinfer.engine.output.drafted_step import ROOT as ROOT
-from jinfer.engine.output.drafted_step import DraftTree
+from jinfer.engine.scheduling.sequence import ROOT as ROOT
+from jinfer.engine.scheduling.sequence import DraftTree
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chat template: how messages become the tokens of a prompt."""
+"""Chat prompt: messages become the tokens of a prompt, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jinfer.tokenizer.tokenizer_base import MARK
 
 Message = Mapping[str, Any]
 CONTINUE = "continue_final_message"
-# That all templates are told of; others are known to the template that names them.
+# Roles of all templates; a template may name others.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
-_GOES_ON = MARK[::-1]  # where an answer goes on
+_UNTRUSTED = ("tools", "documents")  # variables whose text is not trusted, as that of messages
+_CONTINUES = MARK[::-1]  # marks the place where an answer continues
 _LOST = "what the user says would be lost"
 _SPLIT_ROLE = re.compile(r"\brole['\"\]]*\s*\.\s*split\(")  # "document 1", by the first word
 
@@ -32,8 +32,8 @@ class Conversation:
 
     Attributes:
         prompt: the specification's `[prompt]`.
-        jinja: the Jinja template that counts; None where there is none, or `prompt.template` does.
-        tool_use: the checkpoint's own for conversations with tools, where it has two.
+        jinja: the Jinja template; None if there is none, or `prompt.template` is used.
+        tool_use: the checkpoint's template for conversations with tools, if it has two.
     """
 
     prompt: PromptSpec
@@ -41,15 +41,19 @@ class Conversation:
     tool_use: str | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
-        """Finds the template.
+    def of(cls, spec: ModelSpec, path: Path, config: Mapping[str, Any]) -> Conversation:
+        """Find the template.
+
+        Args:
+            path: the folder or file of the tokenizer.
+            config: config.json, or the metadata of a GGUF file, which has its template.
 
         Raises:
             TemplateError: it cannot be read.
-            SpecError: it has no place for what the user says.
+            SpecError: it has no place for the text of the user.
         """
         prompt = spec.prompt
-        if prompt.template and not _asks(PromptTemplate.parse(prompt.template)):
+        if prompt.template and not _has_query(PromptTemplate.parse(prompt.template)):
             reason = f"has no {{query}}: {_LOST}; put it where that belongs"
             raise SpecError(spec.path, "prompt.template", reason)
         for key in ("chat_template", "fallback"):
@@ -60,7 +64,7 @@ class Conversation:
             return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
         own, tool_use = (
-            find_chat_template(config if is_gguf else source, name) for name in (None, "tool_use")
+            find_chat_template(config if is_gguf else path, name) for name in (None, "tool_use")
         )
         return cls(prompt, own or prompt.fallback, tool_use)
 
@@ -70,7 +74,7 @@ class Conversation:
         return bool(self.prompt.template or self.jinja)
 
     def reads(self, name: str) -> bool:
-        """Whether the template knows a variable."""
+        """Whether the template uses a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self.jinja or "") is not None
 
     def encode(
@@ -81,17 +85,19 @@ class Conversation:
         special: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Encode a conversation, ready for the model's answer.
 
         Args:
-            special: special tokens that are written in the messages count as such; else they are
-                text, as far as the template leaves the messages' words as they are.
+            special: encode the names of special tokens in messages as these tokens; else as text,
+                if
+                the template does not change the messages' text.
             **variables: for a Jinja template, such as `tools`; and `continue_final_message=True`:
-                the answer goes on with the last message instead of beginning one.
+                the answer continues the last message.
 
         Raises:
-            TemplateError: there is no template, it refuses the conversation, or it leaves out what
-                the user says.
+            TemplateError: there is no template, it refuses the conversation, or it leaves out text
+            of
+                the user.
         """
         own = self._chosen(variables)
         messages = own._checked(messages)
@@ -100,17 +106,17 @@ class Conversation:
                 tokenizer, messages, special=special
             )
         messages, text = own._rendered(tokenizer, messages, variables)
-        given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
-        if not special and (hidden := _hidden(given, tokenizer)) != given:
-            told = {**variables, **{k: v for k, v in hidden.items() if k != "messages"}}
-            marked = own._renderer(tokenizer, told)(hidden["messages"])
-            # A template that looks at such words, or cuts them, would say something else of them.
+        texts = {"messages": messages} | {k: variables[k] for k in _UNTRUSTED if k in variables}
+        if not special and (hidden := _hidden(texts, tokenizer)) != texts:
+            replaced = {**variables, **{k: v for k, v in hidden.items() if k != "messages"}}
+            marked = own._renderer(tokenizer, replaced)(hidden["messages"])
+            # A template that inspects or cuts such names would render something else.
             if marked.replace(MARK, "") == text.replace(MARK, ""):
                 return tokenizer.encode_marked(marked)
         return tokenizer.encode(text, special=False, parse_special=True)
 
     def text(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt that a conversation becomes, as a text. Raises as `encode`."""
+        """Return the prompt of a conversation as text. Raises as `encode`."""
         own = self._chosen(variables)
         if own.prompt.template:
             ids = own.encode(tokenizer, messages, **variables)
@@ -118,25 +124,25 @@ class Conversation:
         return own._rendered(tokenizer, own._checked(messages), variables)[1]
 
     def for_tools(self) -> Conversation:
-        """With the template for conversations with tools, where that is another."""
+        """Use the template for conversations with tools, if the checkpoint has such a template."""
         return replace(self, jinja=self.tool_use, tool_use=None) if self.tool_use else self
 
     def _chosen(self, variables: Mapping[str, Any]) -> Conversation:
-        """The format for a conversation with these variables.
+        """Return the format for a conversation with these variables.
 
         Raises:
-            TemplateError: tools or documents that it has no place for.
+            TemplateError: the template has no place for tools or documents.
         """
         own = self.for_tools() if variables.get("tools") else self
-        for name in _STRANGERS:
+        for name in _UNTRUSTED:
             if variables.get(name) and (own.prompt.template or not own.reads(name)):
                 raise TemplateError(f"the model's chat template has no place for {name}")
         return own
 
     def _checked(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """With the system message. Templates write any role into a prompt, a misspelled one too.
+        """Check the roles, as templates write any role into a prompt, and add the system message.
 
-        A developer's message is a system message where the template does not know the role.
+        A developer's message becomes a system message if the template does not use the role.
         """
         for number, message in enumerate(messages):
             role = message.get("role")
@@ -156,7 +162,7 @@ class Conversation:
         return messages
 
     def has_role(self, role: Any) -> bool:
-        """Whether the template names it: "document 1" too, where it looks at the first word."""
+        """Whether the template names a role, or its first word if it splits ("document 1")."""
         if not isinstance(role, str) or not role.strip():
             return False
         first = role.split(" ")[0]
@@ -173,7 +179,7 @@ class Conversation:
         return render_complete(render, messages, self.jinja or "", answered=answered)
 
     def _renderer(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Render:
-        """What the Jinja template makes of messages."""
+        """Return a function that renders messages by the Jinja template."""
         if not self.jinja:
             raise TemplateError(
                 "the model has no chat template; set prompt.template or prompt.chat_template"
@@ -187,8 +193,8 @@ class Conversation:
         given["add_generation_prompt"] = False
 
         def begun(messages: Sequence[Message]) -> str:
-            text = template.render([*messages[:-1], _going_on(messages[-1])], **given)
-            before, mark, _ = text.rpartition(_GOES_ON)
+            text = template.render([*messages[:-1], _marked(messages[-1])], **given)
+            before, mark, _ = text.rpartition(_CONTINUES)
             if not mark:
                 raise TemplateError("the chat template does not show the last message as it is")
             return before
@@ -196,24 +202,24 @@ class Conversation:
         return begun
 
 
-def _going_on(message: Message) -> Message:
-    """A message with a mark where its answer goes on: a template may trim, but not beyond that."""
+def _marked(message: Message) -> Message:
+    """Add a mark to a message where its answer continues: a template may trim, but not the mark."""
     content = message.get("content")
     if isinstance(content, list | tuple) and content:
         *parts, last = content
         if isinstance(last, Mapping) and isinstance(last.get("text"), str):
-            return {**message, "content": [*parts, {**last, "text": last["text"] + _GOES_ON}]}
-        return {**message, "content": [*content, {"type": "text", "text": _GOES_ON}]}
-    return {**message, "content": (content or "") + _GOES_ON}
+            return {**message, "content": [*parts, {**last, "text": last["text"] + _CONTINUES}]}
+        return {**message, "content": [*content, {"type": "text", "text": _CONTINUES}]}
+    return {**message, "content": (content or "") + _CONTINUES}
 
 
-def _asks(template: PromptTemplate) -> bool:
-    """Whether a template has a place for what the user says, in each turn."""
+def _has_query(template: PromptTemplate) -> bool:
+    """Whether a template has a place for the text of the user in each turn."""
     return any(Placeholder(name) in template.parts for name in ("query", "_query"))
 
 
 def _hidden(value: Any, tokenizer: Tokenizer) -> Any:
-    """A value with the names of control tokens hidden in all its texts."""
+    """Hide the names of control tokens in all texts of a value."""
     if isinstance(value, str):
         return tokenizer.hide_control(value)
     if isinstance(value, Mapping):

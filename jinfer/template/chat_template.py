@@ -1,29 +1,43 @@
-"""Chat templates (Jinja), as checkpoints bring them: messages to the text of a prompt."""
+"""Chat templates (Jinja): render messages to the text of a prompt.
+
+A template comes with a checkpoint, so it is an untrusted program. It runs in a child process with
+limits on processor time and memory (`render_child`), which all templates share.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
-from jinfer.template.template_errors import TemplateError
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
+from jinfer.template.template_errors import MAX_CHARACTERS, TemplateError
 
 _MAX_SOURCE = 1_000_000  # characters
 _MAX_FILE = 16 << 20  # bytes; tokenizer_config.json lists added tokens too
 _DEFAULT = "default"
+_MEMORY = 448 << 20  # bytes of address space, including 40 MB of the interpreter
+_COMPILE_SECONDS = 4.0  # processor time
+_RENDER_SECONDS = 1.0  # processor time
+_CHARACTERS_PER_SECOND = 50_000  # compiled at least
+
+_child = SandboxedProcess(
+    "jinfer.template.render_child", memory=_MEMORY, answer_bytes=12 * MAX_CHARACTERS
+)
 
 
 class ChatTemplate:
     """A compiled chat template; thread-safe."""
 
     def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
-        """Compiles a template; templates are cached by source.
+        """Compile a template; templates are cached by source.
 
         Args:
-            source: Jinja; `jinfer.template.jinja_sandbox` has its limits.
+            source: Jinja, at most a million characters.
             variables: variables of every rendering, such as bos_token and eos_token.
 
         Raises:
@@ -33,10 +47,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
         self.source = source
         self.variables = dict(variables or {})
-        # Imported here, because a start without a conversation needs no Jinja.
-        from jinfer.template.compiled_template import compiled
-
-        self._ready = compiled(source)
+        _check(source)
 
     def render(
         self,
@@ -47,18 +58,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """Renders the prompt of a conversation.
+        """Render the prompt of a conversation. Values have JSON's types.
 
         Args:
-            messages: mappings with "role", "content" and whatever else the template reads.
+            messages: mappings with "role", "content" and other keys that the template reads.
             tools: JSON schemas of functions.
             documents: documents for retrieval (RAG) templates.
             add_generation_prompt: end with the beginning of the assistant's turn.
             extra: further variables, which override those of the constructor.
 
         Raises:
-            TemplateError: the template rejects the conversation, fails, or exceeds the limits of
-                `jinfer.template.template_limits` (a second, 16 million characters).
+            TemplateError: the template rejects the conversation, fails, or exceeds its limits: a
+                second of processor time, 448 MiB, 16 million characters.
         """
         names = {
             **self.variables,
@@ -68,11 +79,48 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **extra,
         }
-        return self._ready.render(names)
+        # A new process has to compile the template first.
+        compiling = min(_COMPILE_SECONDS, len(self.source) / _CHARACTERS_PER_SECOND)
+        question = {"source": self.source, "names": names}
+        return _ask(question, _RENDER_SECONDS + compiling, "rendering")
+
+
+@lru_cache(maxsize=32)  # conversations create their template again for each answer
+def _check(source: str) -> None:
+    """Compile a template. Raises `TemplateError`."""
+    _ask({"source": source}, _COMPILE_SECONDS, "compiling")
+
+
+def _ask(question: Mapping[str, Any], seconds: float, action: str) -> str:
+    try:
+        plain = _plain(question)
+    except RecursionError:
+        raise TemplateError("chat template: the messages are nested too deeply") from None
+    try:
+        answer = _child.ask(plain, seconds)
+    except SandboxError as error:
+        raise TemplateError(f"chat template: {action} {error}") from None
+    if "refused" in answer:
+        raise TemplateError(answer["refused"])
+    return str(answer["text"])
+
+
+def _plain(value: Any) -> Any:
+    """A value of JSON's types."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Iterable):
+        return [_plain(each) for each in value]
+    raise TemplateError(
+        f"chat template: it runs in a process of its own, which cannot be given a "
+        f"{type(value).__name__}"
+    )
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
-    """The source of a checkpoint's chat template; None if it has none.
+    """Find the source of a checkpoint's chat template; None if it has none.
 
     Args:
         source: a folder (chat_template.jinja, chat_template.json, tokenizer_config.json and

@@ -6,7 +6,7 @@ Braces contain
 
 - `query` or `question`, `_query` or `_question` (with a space before it), `system_prompt`;
 - `res_prefix` or `answer`: the answer. Without either, it comes at the end;
-- `turn`: what stands before it comes once, at the beginning; what follows is repeated per turn;
+- `turn`: the text before it comes once, at the beginning; what follows is repeated per turn;
 - `round`: the number of the turn, from 1;
 - `bos`, `eos`, `user_token`, `assistant_token` (generation_config.json's user_token_id and
   assistant_token_id), `#` and an id, or the name of any token of the vocabulary;
@@ -268,7 +268,7 @@ def _values(query: str, system: str, answer: str, number: int) -> dict[str, str]
 
 
 def _append(sections: list[int | str], piece: int | str) -> None:
-    """Adds a piece; adjacent texts are joined."""
+    """Add a piece; adjacent texts are joined."""
     if isinstance(piece, str) and sections and isinstance(sections[-1], str):
         sections[-1] += piece
     elif piece != "":
@@ -283,9 +283,9 @@ def _turns(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[tuple[str, 
     for number, message in enumerate(messages, 1):
         role, content = message.get("role"), message.get("content")
         if role not in expected or not isinstance(content, str):
-            wanted = " or ".join(expected)
+            roles = " or ".join(expected)
             raise TemplateError(
-                f"message {number} has role {role!r}; with a prompt template it must be {wanted}, "
+                f"message {number} has role {role!r}; with a prompt template it must be {roles}, "
                 "with a text as its content"
             )
         if role == "system":

@@ -1,4 +1,4 @@
-"""Message content format: strings or lists of parts, whichever a chat template shows completely.
+"""Message content format: strings or lists of parts, as the chat template shows them completely.
 
 Some templates read only lists of parts, `{"type": "text", "text": ...}`, and print nothing for a
 string. So the first form that shows all content is used, as with vLLM's
@@ -25,18 +25,18 @@ _PARTS = re.compile(
     r"\bfor\s+\w+\s+in\s+[^%]*\bcontent\b|\bcontent['\"\]\s]*"
     r"(?:\[\s*-?\d|\|\s*(?:first|last|map|selectattr)\b)"
 )
-_ANSWERS = "assistant"  # whose reasoning and text beside calls templates omit on purpose
+_ANSWERS = "assistant"  # templates omit its reasoning, and its text besides calls, on purpose
 
 
 def render_complete(
     render: Render, messages: Sequence[Message], source: str, *, answered: bool = False
 ) -> tuple[Sequence[Message], str]:
-    """The messages in the form that a template reads, and the rendered prompt.
+    """Render messages in the form that a template reads; return that form and the prompt.
 
     Args:
         render: renders messages.
         source: the template.
-        answered: no answer is wanted. Then a missing system message is accepted: some templates
+        answered: no answer follows. Then a missing system message is accepted: some templates
             write it before the last question, if that is the last message.
 
     Raises:
@@ -47,19 +47,19 @@ def render_complete(
         forms += [_as_parts, _system_as_text]
     complaint: TemplateError | None = None
     for form in forms:
-        asked = form(messages)
-        if form is not _as_given and asked == messages:
+        formed = form(messages)
+        if form is not _as_given and formed == messages:
             continue
         try:
-            text = render(asked)
+            text = render(formed)
         except TemplateError as error:
             complaint = complaint or error
             continue
-        lost = _left_out(render, asked, text)
+        lost = _left_out(render, formed, text)
         if answered:
-            lost = [number for number in lost if asked[number].get("role") != "system"]
+            lost = [number for number in lost if formed[number].get("role") != "system"]
         if not lost:
-            return asked, text
+            return formed, text
         complaint = complaint or TemplateError(_complaint(messages, lost))
     assert complaint is not None
     raise complaint
@@ -70,7 +70,7 @@ def _as_given(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_parts(messages: Sequence[Message]) -> Sequence[Message]:
-    """Strings as lists of one part."""
+    """Turn strings into lists with one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -94,23 +94,23 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
     Templates may trim, quote, reorder or cut text. So messages that are not found verbatim, in
     order, are rendered again with a probe text.
     """
-    asked: dict[int, str] = {}
+    probes: dict[int, str] = {}
     place = misses = 0
     for number, message in enumerate(messages):
         words = [] if message.get("role") == _ANSWERS else _texts(message.get("content"))
         for each in words:
-            wanted = len(each.strip()) >= _SHORT and misses < _MISSES
-            at = text.find(each, place) if wanted else -1
+            searched = len(each.strip()) >= _SHORT and misses < _MISSES
+            at = text.find(each, place) if searched else -1
             if at < 0:
-                asked[number] = f"{_WORDS}{number}x"
-                misses += wanted
+                probes[number] = f"{_WORDS}{number}x"
+                misses += searched
             else:
                 place = at + len(each)
-    if not asked:
+    if not probes:
         return []
     others = [
-        {**message, "content": _with_text(message.get("content"), asked[number])}
-        if number in asked
+        {**message, "content": _with_text(message.get("content"), probes[number])}
+        if number in probes
         else message
         for number, message in enumerate(messages)
     ]
@@ -118,7 +118,7 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
         probed = render(others).casefold()
     except TemplateError:  # it rejects the probe
         return []
-    return [number for number, words in asked.items() if words not in probed]
+    return [number for number, words in probes.items() if words not in probed]
 
 
 def _texts(content: Any) -> list[str]:

@@ -1,6 +1,8 @@
-"""Template errors."""
+"""Template errors, and the size of the text that a template may write."""
 
-from jinfer.guard.sanitize import sanitized
+from jinfer.sandbox.sanitize import sanitized
+
+MAX_CHARACTERS = 1 << 24
 
 
 class TemplateError(ValueError):

@@ -1,4 +1,4 @@
-"""Thinking marks (reasoning tags): what a model's thought stands between, by its chat template."""
+"""Thinking marks (reasoning tags): the marks around a model's thoughts, by its chat template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CODE = re.compile(r"\{[%{](.*?)[%}]\}", re.DOTALL)
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """What a family of models writes its thoughts between.
+    """The marks around the thoughts of a family of models.
 
     Attributes:
         name: the value of `prompt.reasoning` in a specification.
         begin, end: the marks.
-        between: what leads from a thought to the next; "": an answer has one thought at most, at
-            its beginning.
-        answer: what leads from there to the answer instead.
+        between: text from a thought to the next; "": an answer has at most one thought, at its
+            beginning.
+        answer: text from a thought to the answer.
     """
 
     name: str
@@ -59,12 +59,12 @@ def thinking_marks(
         chosen: `prompt.reasoning` of the specification.
     """
     if chosen != "auto":
-        return next((one for one in THINKING_MARKS if one.name == chosen), None)
+        return next((marks for marks in THINKING_MARKS if marks.name == chosen), None)
     if "<|channel|>" in template:
         return HARMONY_MARKS
-    for one in THINKING_MARKS:
-        if one.end in template or tokenizer.id(one.end) is not None:
-            return one
+    for marks in THINKING_MARKS:
+        if marks.end in template or tokenizer.id(marks.end) is not None:
+            return marks
     return None
 
 

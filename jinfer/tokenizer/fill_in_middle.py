@@ -23,8 +23,8 @@ def infill_prompt(
     Special tokens that are written in the texts are plain text.
 
     Args:
-        prefix: what stands before the gap: a text, or token ids.
-        suffix: what stands after it.
+        prefix: the part before the gap: a text, or token ids.
+        suffix: the part after it.
         files: (name, text) of other files of the repository, which come first.
         room: tokens that the prompt may have. What is too long loses the beginning of the files
             first, then the prefix its beginning and the suffix its end, three to one.

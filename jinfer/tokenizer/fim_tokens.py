@@ -36,7 +36,7 @@ NAMES: tuple[tuple[str, str, str, Order], ...] = (
 REPOSITORY = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<repo_name>")
 SEPARATOR = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 _PARTS = ("fim_pre", "fim_suf", "fim_mid")
-# What ends an answer beside the end of a sequence.
+# Tokens that end an answer, besides the end of a sequence.
 _ENDS = ("▁<EOT>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<EOT>", "<|EOT|>")
 
 
@@ -84,9 +84,9 @@ def find_fim_tokens(
                 known.pop("fim_mid", None)
     else:
         for *parts, each in NAMES:
-            wanted = [name for name in parts if name]
-            found = [id for id in map(id_of, wanted) if id is not None]
-            if len(found) == len(wanted):
+            present = [name for name in parts if name]
+            found = [id for id in map(id_of, present) if id is not None]
+            if len(found) == len(present):
                 order = each
                 known.update(zip(_PARTS, found, strict=False))
                 break

@@ -62,14 +62,14 @@ _BARE = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of Phi-3, which keeps wh
 def control_ids(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> Iterator[int]:
-    """The ids of tokens that are control tokens by name, whatever their types.
+    """The ids of tokens that are control tokens by name, regardless of their types.
 
     Also ordinary tokens that a key names, if they look like one: templates write them.
     """
     groups = [names for key, names in _FIM.items() if not _has(metadata, key)]
-    wanted = frozenset(name for names in (ENDS, *groups) for name in names)
+    special = frozenset(name for names in (ENDS, *groups) for name in names)
     for id, name in enumerate(tokens):
-        if name in wanted and (name not in _ALSO_TEXT or types[id] != PieceType.NORMAL):
+        if name in special and (name not in _ALSO_TEXT or types[id] != PieceType.NORMAL):
             yield id
     for key in _NAMED_KEYS:
         named = metadata.get(f"{_KEY}{key}_token_id")

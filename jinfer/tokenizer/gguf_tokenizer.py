@@ -322,7 +322,7 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
     from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 
     frame = _frame(vocabulary, not unigram, unigram)
-    # Names that contain the mark stand for texts with spaces, which sentencepiece matches itself.
+    # Names that contain the mark represent texts with spaces, which sentencepiece matches itself.
     defined = vocabulary.of_type(PieceType.USER_DEFINED)
     added = {name: id for name, id in defined.items() if SPACE_MARK not in name}
     special = replace(frame, parsed={**vocabulary.of_type(PieceType.UNKNOWN), **added})

@@ -167,7 +167,7 @@ def _pieces(part: int | str) -> list[int | str]:
 
 
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """Loads a tokenizer.json. Raises `TokenizerError`."""
+    """Load a tokenizer.json. Raises `TokenizerError`."""
     data = read_file(path).removeprefix(BOM_UTF8)
     check_merges(path, data)
     with library_errors(path, "not a tokenizer.json"):
@@ -190,7 +190,7 @@ def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceToken
 
 
 def load_vocab_merges(folder: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """Loads byte-level BPE from vocab.json and merges.txt (GPT-2). Raises `TokenizerError`."""
+    """Load byte-level BPE from vocab.json and merges.txt (GPT-2). Raises `TokenizerError`."""
     file = folder / "merges.txt"
     merges = []
     for number, line in enumerate(read_lines(file), 1):
@@ -228,7 +228,7 @@ def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
 
 
 def load_vocab_txt(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """Loads WordPiece from vocab.txt (BERT): line n is token n. Raises `TokenizerError`."""
+    """Load WordPiece from vocab.txt (BERT): line n is token n. Raises `TokenizerError`."""
     tokens = read_lines(path)
     if tokens[-1] == "":
         tokens.pop()
@@ -284,7 +284,7 @@ def frame_like_bert(backend: tokenizers.Tokenizer, cls: int | None, sep: int | N
 def _finish(
     path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig
 ) -> HuggingFaceTokenizer:
-    """Adds the configuration's tokens, and determines the special tokens around a text."""
+    """Add the configuration's tokens, and determine the special tokens around a text."""
     _add_tokens(path, backend, config)
     check_pipeline(path, backend)
     added = backend.get_added_tokens_decoder()
@@ -340,7 +340,7 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
             new.append(token if id is None else replace(token, id=id))
     # All at once, because each call of the library processes all its tokens.
     for special, tokens in groupby(new, key=lambda token: token.special):
-        made = [_made(one) for one in tokens]
+        made = [_made(token) for token in tokens]
         (backend.add_special_tokens if special else backend.add_tokens)(made)
     for token in new:
         if (id := backend.token_to_id(token.content)) != token.id:
@@ -348,7 +348,7 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
 
 
 def _make_special(backend: tokenizers.Tokenizer, named: Collection[str]) -> None:
-    """Makes added tokens special that tokenizer.json says are not, though they have a name."""
+    """Make added tokens with a name special, even if tokenizer.json says they are not."""
     wrong = [
         token
         for token in backend.get_added_tokens_decoder().values()
@@ -367,8 +367,8 @@ def _made(token: AddedToken) -> tokenizers.AddedToken:
 def _other_id(
     path: Path, config: TokenizerConfig, token: AddedToken, id: int | None
 ) -> TokenizerError:
-    said = f"{config.path.name} says {token.id}"
-    return TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
+    other = f"{config.path.name} says {token.id}"
+    return TokenizerError(f"{path}: token {token.content!r} has id {id}, but {other}")
 
 
 def _frame(

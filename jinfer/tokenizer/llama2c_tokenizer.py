@@ -91,7 +91,7 @@ class Llama2cTokenizer(Tokenizer):
 
 
 def load_llama2c(path: Path, vocab_size: int | None) -> Llama2cTokenizer:
-    """Loads a tokenizer.bin.
+    """Load a tokenizer.bin.
 
     Args:
         vocab_size: number of pieces, from the model's header; None: all pieces of the file.
@@ -105,8 +105,8 @@ def load_llama2c(path: Path, vocab_size: int | None) -> Llama2cTokenizer:
     at = 4
     while at < len(data) if vocab_size is None else len(pieces) < vocab_size:
         if at + 8 > len(data):
-            wanted = "" if vocab_size is None else f" of {vocab_size}, the model's vocabulary size"
-            raise TokenizerError(f"{path}: ends in piece {len(pieces)}{wanted}")
+            limit = "" if vocab_size is None else f" of {vocab_size}, the model's vocabulary size"
+            raise TokenizerError(f"{path}: ends in piece {len(pieces)}{limit}")
         score, length = struct.unpack_from("<fI", data, at)
         at += 8 + length
         if at > len(data) or score != score:

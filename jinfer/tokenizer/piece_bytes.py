@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-SPACE_MARK = "▁"  # U+2581 stands for a space in SentencePiece vocabularies
+SPACE_MARK = "▁"  # U+2581 represents a space in SentencePiece vocabularies
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENGLISH_SPACING = ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from jinfer.guard.safe_files import path_exists
+from jinfer.sandbox.safe_files import path_exists
 from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -44,7 +44,7 @@ class _Layout:
 
 
 def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
-    """Loads a .model (or .spm) file and the JSON files beside it. Raises `TokenizerError`."""
+    """Load a .model (or .spm) file and the folder's JSON files. Raises `TokenizerError`."""
     data = read_file(file)
     spaced = config.flag("add_prefix_space") is not False
     processor = load(data if spaced else without_dummy_prefix(data), file)

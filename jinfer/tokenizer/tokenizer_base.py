@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from jinfer.guard import sanitize
+from jinfer.sandbox import sanitize
 from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.fim_tokens import FimTokens, find_fim_tokens
@@ -166,7 +166,7 @@ class Tokenizer(ABC):
         parse_special: bool = True,
         language: str | None = None,
     ) -> list[int]:
-        """Encodes a text.
+        """Encode a text.
 
         Args:
             text: lone surrogates in it are replaced by U+FFFD.
@@ -187,7 +187,7 @@ class Tokenizer(ABC):
         return [*prefix, *ids, *suffix] if special else ids
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
-        """Encodes a text given in parts, ids and plain text, without adding special tokens."""
+        """Encode a text given in parts, ids and plain text, without adding special tokens."""
         ids: list[int] = []
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
@@ -202,7 +202,7 @@ class Tokenizer(ABC):
         return text
 
     def encode_marked(self, text: str) -> list[int]:
-        """Encodes a text, parsing special tokens except those that `hide_control` hid.
+        """Encode a text, parsing special tokens except those that `hide_control` hid.
 
         Hidden ones are encoded as plain text. No special tokens are added.
         """
@@ -216,8 +216,8 @@ class Tokenizer(ABC):
         text is framed on both sides the second one begins with its end, as of RoBERTa.
         """
         prefix, suffix = self.special.prefix, self.special.suffix
-        one, other = (self._encode(valid_text(text), True) for text in (first, second))
-        ids = [*prefix, *one, *suffix, *(suffix or prefix if prefix else ()), *other, *suffix]
+        left, right = (self._encode(valid_text(text), True) for text in (first, second))
+        ids = [*prefix, *left, *suffix, *(suffix or prefix if prefix else ()), *right, *suffix]
         return ids, [0] * len(ids)
 
     def language_id(self, language: str) -> int:
@@ -294,7 +294,7 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({self.vocab_size} tokens, {special}, {', '.join(words)})"
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Decodes token ids: their joined bytes, with U+FFFD for invalid UTF-8.
+        """Decode token ids: their joined bytes, with U+FFFD for invalid UTF-8.
 
         Args:
             ids: unknown ids add nothing.

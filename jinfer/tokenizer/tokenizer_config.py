@@ -1,4 +1,4 @@
-"""Tokenizer configuration: the JSON files beside a tokenizer, with special tokens and flags."""
+"""Tokenizer configuration: a checkpoint's JSON files with special tokens and flags."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # upper bound of token ids
@@ -21,7 +21,7 @@ NAMED_TOKENS = (
     "mask_token",
 )
 
-# Where tokens may stand by name.
+# Keys that name tokens.
 _TABLES = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _USUAL_NAMES = {  # defaults if no configuration names the token
     "unk_token": ("<unk>", "[UNK]"),
@@ -33,7 +33,7 @@ _USUAL_NAMES = {  # defaults if no configuration names the token
 
 
 def read_file(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Reads a file of at most `limit` bytes. Raises `TokenizerError`."""
+    """Read a file of at most `limit` bytes. Raises `TokenizerError`."""
     try:
         return read_downloaded(path, limit)
     except FileRefusedError as error:
@@ -103,7 +103,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What the JSON files of a checkpoint folder say about its tokenizer.
+    """Settings of a tokenizer in the JSON files of a checkpoint folder.
 
     Attributes:
         path: tokenizer_config.json, for errors.
@@ -161,7 +161,7 @@ class TokenizerConfig:
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """Reads the JSON files that exist in a folder. Raises `TokenizerError`."""
+    """Read the JSON files that exist in a folder. Raises `TokenizerError`."""
     path = folder / "tokenizer_config.json"
     values = {**read_object(folder / "special_tokens_map.json"), **read_object(path)}
     config = TokenizerConfig(

@@ -1,7 +1,7 @@
 """tokenizer.json checks: bounds on normalizers, patterns and merges, for untrusted files.
 
-The library does whatever the file says: a normalizer that doubles a text forty times, a regular
-expression with catastrophic backtracking. These cheap checks apply to every file; `sandboxed_check`
+The library follows any instruction of the file: a normalizer that doubles a text forty times, a
+regular expression with catastrophic backtracking. These cheap checks apply to every file; `load.py`
 finds the rest.
 """
 
@@ -119,7 +119,7 @@ def check_pipeline(path: Path, backend: tokenizers.Tokenizer) -> None:
     word = getattr(backend.model, "max_input_chars_per_word", 0)
     if word > MAX_WORD:
         raise TokenizerError(
-            f"{path}: max_input_chars_per_word is {word}; at most {MAX_WORD} are looked at"
+            f"{path}: max_input_chars_per_word is {word}; at most {MAX_WORD} are used"
         )
 
 

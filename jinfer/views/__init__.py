@@ -1,18 +1,18 @@
-"""Views: what a model does, as pictures for notebooks and files.
+"""Views: pictures of activations, weights and answers, for notebooks and files.
 
-Each takes an `LLM` and, but for `memory`, a prompt, and gives a `View`: a notebook shows it, `save`
-writes it to a file, `to_pandas` has its numbers. The `draw_...` functions beside them make the same
-of arrays.
+Each takes an `LLM` and, except for `memory`, a prompt, and returns a `View`: a notebook shows it,
+`save` writes it to a file, `to_pandas` has its numbers. The modules' `draw_...` functions take
+arrays.
 """
 
 from jinfer.views.activation_outliers import outliers
 from jinfer.views.alternatives_tree import alternatives
 from jinfer.views.attention_maps import attention_patterns
 from jinfer.views.draft_trees import speculation
-from jinfer.views.expert_loads import router_loads
-from jinfer.views.layer_lens import logit_lens
+from jinfer.views.logit_lens import logit_lens
 from jinfer.views.memory_use import memory
 from jinfer.views.residual_parts import attribution
+from jinfer.views.router_load import router_loads
 from jinfer.views.strategy_table import strategies
 from jinfer.views.token_likelihoods import tokens
 from jinfer.views.value_grid import grid

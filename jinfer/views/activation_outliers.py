@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.token_text import visible
+from jinfer.html.token_text import visible
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import Table, View
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Prompt
 
-_SAID = 30  # columns of a token
+_NAME = 30  # columns of a token
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,13 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
     columns = list(dict.fromkeys(place for row in rows.values() for place in row))
     most = max((outlier.ratio for outlier in places.values()), default=0) or 1.0
 
-    def cell(name: str, one: Outlier | None) -> Cell | None:
-        if one is None:
+    def cell(name: str, outlier: Outlier | None) -> Cell | None:
+        if outlier is None:
             return None
-        token = f"{one.token} {visible(tokens[one.token], _SAID)}"
-        said = (
-            f"{name}: {one.value:.4g} at {token}, dimension {one.dimension}; {one.ratio:.1f} × rms"
-        )
-        return Cell(f"{one.ratio:.1f}", said, one.ratio / most)
+        token = f"{outlier.token} {visible(tokens[outlier.token], _NAME)}"
+        place = f"{name}: {outlier.value:.4g} at {token}, dimension {outlier.dimension}"
+        title = f"{place}; {outlier.ratio:.1f} × rms"
+        return Cell(f"{outlier.ratio:.1f}", title, outlier.ratio / most)
 
     listed = [
         (layer, [cell(f"{stack}.{layer}.{place}", row.get(place)) for place in columns])
@@ -116,9 +115,9 @@ def _table(places: Mapping[str, Outlier], tokens: Sequence[str]) -> Table:
     each = list(places.values())
     return {
         "name": list(places),
-        "value": [one.value for one in each],
-        "ratio": [one.ratio for one in each],
-        "position": [one.token for one in each],
-        "token": [tokens[one.token] for one in each],
-        "dimension": [one.dimension for one in each],
+        "value": [outlier.value for outlier in each],
+        "ratio": [outlier.ratio for outlier in each],
+        "position": [outlier.token for outlier in each],
+        "token": [tokens[outlier.token] for outlier in each],
+        "dimension": [outlier.dimension for outlier in each],
     }

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.token_spans import probability, token_spans
-from jinfer.markup.token_text import clipped, flowing, visible
+from jinfer.engine.output.completion import TokenLogprob
+from jinfer.html.token_spans import probability, token_spans
+from jinfer.html.token_text import clipped, flowing, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import named, text_height, token_names
 from jinfer.views.traced_values import check_llm
@@ -42,7 +42,7 @@ class Branch:
     """Another way that an answer might have gone.
 
     Attributes:
-        at: number of the answer's token that it stands in place of.
+        at: number of the answer's token that it replaces.
         tokens: its tokens, the first of which is the alternative.
         ended: whether the model ended it.
     """
@@ -72,12 +72,12 @@ def alternatives(
         if type(value) is not int or value < 1:
             raise RequestError(f"{name} is {value!r}; give how many, from 1")
     ids = llm.encode(prompt)
-    asked = SamplingParams(strategy="greedy", logprobs=5)
-    (answer,) = llm.generate([ids], asked, max_tokens=max_tokens)
+    params = SamplingParams(strategy="greedy", logprobs=5)
+    (answer,) = llm.generate([ids], params, max_tokens=max_tokens)
     entries = named(llm, answer.logprobs or [])
-    close = sorted(_alternatives(entries), key=lambda one: -one[1].logprob)[:branches]
+    close = sorted(_alternatives(entries), key=lambda entry: -entry[1].logprob)[:branches]
     prompts = [[*ids, *answer.token_ids[:at], other.id] for at, other in close]
-    ways = llm.generate(prompts, asked, max_tokens=ahead) if prompts else []
+    ways = llm.generate(prompts, params, max_tokens=ahead) if prompts else []
     found = [
         Branch(at, [other, *named(llm, way.logprobs or [])], way.finish_reason == "stop")
         for (at, other), way in zip(close, ways, strict=True)
@@ -134,9 +134,9 @@ def _text(tokens: Sequence[TokenLogprob], first: bool) -> str:
 def _fork(token: TokenLogprob, rest: str, kept: bool = False) -> str:
     text = escape(visible(token.text, _TOKEN) or f"[{token.id}]")
     share = f"{probability(token.logprob):.0%}"
-    said = escape(f"{share}  {visible(token.text)}  {token.id}")
+    title = escape(f"{share}  {visible(token.text)}  {token.id}")
     kind = "fork kept" if kept else "fork"
-    tokens = f'<span class="token first" title="{said}">{text}</span>{rest}'
+    tokens = f'<span class="token first" title="{title}">{text}</span>{rest}'
     return f'<div class="{kind}"><b>{share}</b><span class="text">{tokens}</span></div>'
 
 

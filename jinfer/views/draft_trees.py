@@ -1,11 +1,11 @@
-"""Speculation: the trees that draft sources made for an answer, and what was right of them."""
+"""Speculation: the draft trees of an answer, and their accepted tokens."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from jinfer.engine.output.draft_trace import MOST_DRAWN, Steps
-from jinfer.engine.output.draft_tree_svg import draw
+from jinfer.html.draft_tree_svg import draw
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.traced_values import check_llm
 from jinfer.views.view import Drawn, Table, View
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Prompt
 
-# The picture stands in the colours of what is around it.
+# The drawing has the colours of the page.
 _STYLE = """
 .jv .trees{max-height:none}
 .jv .jt text{fill:var(--ink)}.jv .jt .soft{fill:var(--faint)}.jv .jt .page{fill:none}

@@ -1,4 +1,4 @@
-"""Heat maps: matrices of values from 0 on as pictures, of which one is shown large."""
+"""Heat maps: matrices of nonnegative values as small pictures and a large one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.png_image import data_uri, matrix_png
-from jinfer.markup.token_text import visible
+from jinfer.html.png_image import data_uri, matrix_png
+from jinfer.html.token_text import visible
 from jinfer.views.view import Drawn
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SIDE, _SMALL = 600, 84  # pixels of the large picture, at least one a cell, and
 _LARGEST = 32  # pixels of a cell
 _LINE = 12  # pixels of a name
 _LABEL = 92  # pixels of the names at the sides
-_SAID = 40  # columns of a name where it is said
+_NAME = 40  # columns of a name in a title
 _HINT = "a value: point at it, or go to the picture with Tab and move with arrows"
 _STYLE = f"""
 .jv .maps{{position:relative}}
@@ -52,12 +52,12 @@ class Matrix:
 
     Attributes:
         name: in a few characters.
-        said: more of it, on hover.
+        title: a description, on hover.
         values: from 0 on.
     """
 
     name: str
-    said: str
+    title: str
     values: Float[np.ndarray, "rows columns"]
 
 
@@ -83,7 +83,7 @@ def heat_maps(
         f"<style>{_STYLE}{''.join(_rules(group, pictures, wide, high))}</style>"
         f'<section><output data-hint="{_HINT}" style="height:5em"></output>'
         f'<div id="{group}" class="maps">'
-        + "".join(_radio(group, at, one.name) for at, one in enumerate(matrices))
+        + "".join(_radio(group, at, matrix.name) for at, matrix in enumerate(matrices))
         + f'<div class="small">{"".join(_labels(group, matrices)) if several else ""}</div>'
         f'<div class="scroll map"><div class="across">{_names(columns, across, "width")}</div>'
         f'<div class="down">{_names(rows, down, "height")}</div>'
@@ -100,10 +100,10 @@ def _rules(group: str, pictures: Sequence[str], wide: int, high: int) -> Iterato
     yield f"#{group} .large{{width:{wide}px;height:{high}px}}"
     yield f"#{group}{{{''.join(f'--{at}:url("{uri}");' for at, uri in enumerate(pictures))}}}"
     for at in range(len(pictures)):
-        one, label = f"#{group}-{at}", f"label[for={group}-{at}]"
-        yield f"{one}:checked~.map .large{{background-image:var(--{at})}}"
-        yield f"{one}:checked~.small {label}{{border-color:var(--second)}}"
-        yield f"{one}:focus-visible~.small {label}{{outline:2px solid var(--accent)}}"
+        button, label = f"#{group}-{at}", f"label[for={group}-{at}]"
+        yield f"{button}:checked~.map .large{{background-image:var(--{at})}}"
+        yield f"{button}:checked~.small {label}{{border-color:var(--second)}}"
+        yield f"{button}:focus-visible~.small {label}{{outline:2px solid var(--accent)}}"
 
 
 def _radio(group: str, at: int, name: str) -> str:
@@ -115,10 +115,10 @@ def _radio(group: str, at: int, name: str) -> str:
 
 
 def _labels(group: str, matrices: Sequence[Matrix]) -> Iterator[str]:
-    for at, one in enumerate(matrices):
+    for at, matrix in enumerate(matrices):
         picture = f'<b style="background-image:var(--{at})"></b>'
-        said, name = escape(one.said), escape(one.name)
-        yield f'<label for="{group}-{at}" title="{said}">{picture}{name}</label>'
+        title, name = escape(matrix.title), escape(matrix.name)
+        yield f'<label for="{group}-{at}" title="{title}">{picture}{name}</label>'
 
 
 def _names(names: Sequence[str], cell: int, side: str) -> str:
@@ -135,4 +135,4 @@ def _names(names: Sequence[str], cell: int, side: str) -> str:
 
 
 def _said(names: Sequence[str]) -> list[str]:
-    return [f"{at} {visible(name, _SAID)}" for at, name in enumerate(names)]
+    return [f"{at} {visible(name, _NAME)}" for at, name in enumerate(names)]

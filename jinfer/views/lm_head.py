@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import Block, HeadSpec, LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec, LayerNormSpec, RMSNormSpec
 from jinfer.progress import task
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.traced_values import layer_count
@@ -33,7 +34,7 @@ def likeliest_tokens(
     """The model's head applied to residual streams.
 
     Args:
-        following: a token of each row whose log-probability is wanted too.
+        following: a token of each row whose log-probability is returned too.
 
     Returns:
         Ids of the likeliest tokens, their log-probabilities, and those of `following`.
@@ -49,22 +50,22 @@ def likeliest_tokens(
         raise RequestError(no_head_error(llm.spec))
     if llm.spec.decoder.head.takes:
         taken = ", ".join(llm.spec.decoder.head.takes)
-        raise RequestError(f"the model's head reads {taken} beside x, so x alone has no logits")
+        raise RequestError(f"the model's head reads {taken} besides x, so x alone has no logits")
     with task("applying the head", len(x), unit="row") as shown:
 
         def job(engine: Engine) -> Generator[Any, None, Any]:
             # As a generator, so that other requests' steps run in between.
-            head = _compiled(engine.model.modules, engine.model.rounded, top)
+            head = _compiled(engine.runner.model.modules, engine.runner.model.rounded, top)
             parts = list[list[np.ndarray]]()
             for begin in range(0, len(x), _ROWS):
                 if parts:
                     yield "computed"
                 rows = np.zeros((_ROWS, x.shape[1]), np.float32)
-                wanted = np.zeros(_ROWS, np.int32)
+                targets = np.zeros(_ROWS, np.int32)
                 count = min(_ROWS, len(x) - begin)
                 rows[:count] = x[begin : begin + count]
-                wanted[:count] = following[begin : begin + count]
-                out = head(engine.parameters, rows, wanted)
+                targets[:count] = following[begin : begin + count]
+                out = head(engine.runner.parameters, rows, targets)
                 parts.append([np.asarray(part)[:count] for part in out])
                 shown.update(count)
             return tuple(map(np.concatenate, zip(*parts, strict=True)))
@@ -82,14 +83,14 @@ def _compiled(modules: Any, rounded: bool, top: int) -> Callable[..., Any]:
     from jinfer.nn.transformer_layer import HiddenState
 
     @jax.jit
-    def run(parameters: Any, x: Any, wanted: Any) -> Any:
+    def run(parameters: Any, x: Any, targets: Any) -> Any:
         whole = modules.merged(parameters, rounded)
-        batch = ForwardBatch(wanted[None], wanted[None])  # no head reads positions
+        batch = ForwardBatch(targets[None], targets[None])  # no head reads positions
         state = HiddenState(x[None].astype(jnp.dtype(modules.dtype)), {}, {})
         logits = whole.stacks["decoder"].results(state, batch, whole.shared)["logits"][0]
         logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         values, ids = jax.lax.top_k(logprobs, min(top, logprobs.shape[-1]))
-        return ids, values, jnp.take_along_axis(logprobs, wanted[:, None], axis=-1)[:, 0]
+        return ids, values, jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
 
     return run
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.token_text import visible
+from jinfer.html.token_text import visible
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import Table, View
 
@@ -63,10 +63,10 @@ def draw_attribution(found: Attribution) -> View:
     )
     most = float(np.nanmax(np.abs(everything), initial=0)) or 1.0
 
-    def cell(value: float, said: str) -> Cell | None:
+    def cell(value: float, title: str) -> Cell | None:
         if np.isnan(value):
             return None
-        return Cell(f"{value:+z.2f}", f"{said}: {value:+.4f}", value / most)
+        return Cell(f"{value:+z.2f}", f"{title}: {value:+.4f}", value / most)
 
     empty: list[Cell | None] = [None] * (heads + len(found.parts))
     rows: list[tuple[str, Sequence[Cell | None]]] = [

@@ -56,7 +56,7 @@ def memory(llm: LLM) -> View:
     from jinfer.quant import QuantizedTensor
 
     engine = llm.session.engine
-    model, sizes = engine.model, engine.programs.sizes
+    model, sizes = engine.runner.model, engine.runner.programs.sizes
     once = llm.weights.same
     weights, formats = dict[str, int](), dict[str, str]()
     for name, parameter in zip(model.names, model.parameters, strict=True):
@@ -106,8 +106,8 @@ def draw_memory(use: MemoryUse) -> View:
 
 
 def _largest(parts: Mapping[str, int]) -> dict[str, int]:
-    """The largest parts by name, and what is left of the others as one."""
-    ordered = sorted(parts.items(), key=lambda one: -one[1])
+    """The largest parts by name, and the sum of the others."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
     shown, others = ordered[: len(_COLOURS)], ordered[len(_COLOURS) :]
     return dict([*shown, ("others", sum(size for _, size in others))] if others else shown)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from jinfer.engine.output.completions_html import completion_text
+from jinfer.html.completions_html import completion_text
 from jinfer.progress import track
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import text_height
@@ -17,7 +17,7 @@ from jinfer.views.view import Drawn, Table, View
 if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Params, Prompt
-    from jinfer.engine.output.generation import Completion
+    from jinfer.engine.output.completion import Completion
 
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"strategy": "greedy"},
@@ -68,7 +68,7 @@ class Answered:
         grams = [tuple(ids[at : at + _GRAM]) for at in range(len(ids) - _GRAM + 1)]
         return {
             "tokens": len(ids),
-            "mean logprob": sum(one.logprob for one in logprobs) / len(logprobs)
+            "mean logprob": sum(answered.logprob for answered in logprobs) / len(logprobs)
             if logprobs
             else float("nan"),
             "distinct": len(set(ids)) / max(1, len(ids)),
@@ -123,20 +123,20 @@ def _changed(params: Any) -> Mapping[str, Any]:
 def draw_strategies(answers: Sequence[Answered]) -> View:
     """The view of answers: a card each."""
     cards, heights = list[str](), list[int]()
-    for at, one in enumerate(answers):
-        text, _ = completion_text(one.completion)
+    for at, answered in enumerate(answers):
+        text, _ = completion_text(answered.completion)
         if at:  # Tab reaches each answer by its own card
             text = text.replace(' tabindex="0"', "")
-        settings = ", ".join(f"{name} {value}" for name, value in one.settings.items())
+        settings = ", ".join(f"{name} {value}" for name, value in answered.settings.items())
         figures = "".join(
             f"<dt>{escape(name)}</dt><dd>{_written(name, value)}</dd>"
-            for name, value in one.figures.items()
+            for name, value in answered.figures.items()
         )
         cards.append(
-            f'<div class="card"><p class="title">{escape(one.name)}</p><p>{escape(settings)}</p>'
-            f'<div class="text">{text}</div><dl>{figures}</dl></div>'
+            f'<div class="card"><p class="title">{escape(answered.name)}</p>'
+            f'<p>{escape(settings)}</p><div class="text">{text}</div><dl>{figures}</dl></div>'
         )
-        heights.append(text_height([one.completion.text], 240) + 180)
+        heights.append(text_height([answered.completion.text], 240) + 180)
     markup = (
         f'<style>{_STYLE}</style><output data-hint="{_HINT}"></output>'
         f'<div class="cards" data-keys="0">{"".join(cards)}</div>'
@@ -156,10 +156,10 @@ def _written(name: str, value: float) -> str:
 
 
 def _table(answers: Sequence[Answered]) -> Table:
-    figures = [one.figures for one in answers]
+    figures = [answered.figures for answered in answers]
     names = list(figures[0]) if figures else []
     return {
-        "strategy": [one.name for one in answers],
-        "text": [one.completion.text for one in answers],
+        "strategy": [answered.name for answered in answers],
+        "text": [answered.completion.text for answered in answers],
         **{name: [of[name] for of in figures] for name in names},
     }

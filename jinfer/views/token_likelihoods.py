@@ -8,9 +8,9 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.token_spans import probability, token_spans
-from jinfer.markup.token_text import byte_text, columns_of, flowing
+from jinfer.engine.output.completion import TokenLogprob
+from jinfer.html.token_spans import probability, token_spans
+from jinfer.html.token_text import byte_text, columns_of, flowing
 from jinfer.views.view import Drawn, Table, View, beneath
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def tokens(llm: LLM, prompt: Prompt, *, top: int = 5, max_tokens: int = 0) -> Vi
         RequestError: a prompt of fewer than two tokens, `top` out of range, or a model that gives
             no log-probabilities.
     """
-    from jinfer.api.prompt_scores import prompt_logprobs
+    from jinfer.api.forward_results import prompt_logprobs
     from jinfer.engine.requests import RequestError
     from jinfer.views.traced_values import check_llm
 
@@ -56,7 +56,7 @@ def draw_tokens(
     Args:
         first: text of the first token, which has no log-probability.
         scored: the tokens behind it.
-        answer: generated tokens, which stand apart.
+        answer: generated tokens, shown apart.
     """
     logprobs = [token.logprob for token in (*scored, *answer)]
     mean = sum(logprobs) / max(1, len(logprobs))
@@ -81,11 +81,11 @@ def token_names(llm: LLM, ids: Sequence[int]) -> list[str]:
 def named(llm: LLM, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
     """Entries with the texts of `token_names`, in which parts of characters are not U+FFFD."""
 
-    def one(entry: TokenLogprob) -> TokenLogprob:
+    def named(entry: TokenLogprob) -> TokenLogprob:
         text = token_names(llm, [entry.id])[0] if "\ufffd" in entry.text else entry.text
-        return replace(entry, text=text, top=tuple(map(one, entry.top)))
+        return replace(entry, text=text, top=tuple(map(named, entry.top)))
 
-    return [one(entry) for entry in entries]
+    return [named(entry) for entry in entries]
 
 
 def _hint() -> Drawn:

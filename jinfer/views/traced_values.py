@@ -25,7 +25,7 @@ def captured(
 ) -> Mapping[str, Float[np.ndarray, "tokens ..."]]:
     """Values of a prompt by name. Raises `RequestError`."""
     check_llm(llm)
-    if llm.session.engine.model.has_cross_attention:
+    if llm.session.engine.runner.model.has_cross_attention:
         raise RequestError(
             "an encoder reads the prompt, and this view is of a decoder's; llm.trace with "
             "encoder_ids has the values"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.token_text import clipped, columns_of, visible
+from jinfer.html.token_text import clipped, columns_of, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import View

@@ -8,15 +8,15 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinfer.engine.output.data_frames import data_frame
-from jinfer.markup.html_page import fragment, page, picture
+from jinfer.engine.output.completion import data_frame
+from jinfer.html.html_page import fragment, page, picture
 from jinfer.sampling.request_errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
 
 type Table = Mapping[str, Sequence[Any] | np.ndarray]
-MARGIN = 28  # pixels beside what a view draws, both sides together
+MARGIN = 28  # pixels left and right of a drawing together
 _TITLE, _LINE, _CHARACTER = 52, 20, 7  # pixels: title and margins, a line about it, a character
 LEAST = 640  # pixels of width
 
@@ -75,7 +75,7 @@ class View:
         return data_frame(self.table())
 
     def save(self, path: str | Path) -> Path:
-        """Writes it to a file: a page (.html), or an image that browsers show (.svg).
+        """Write it to a file: a page (.html), or an image that browsers show (.svg).
 
         Returns:
             The path.

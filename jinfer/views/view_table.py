@@ -59,16 +59,18 @@ VIEWS = {
 
 
 def keywords(view: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What is given of a view's keywords.
+    """Select the keywords that are set.
 
     Args:
-        given: keyword -> value; None: not given.
+        given: keyword -> value; None: not set.
 
     Raises:
-        LookupError: one is given that the view does not take; its name, and the views that do.
+        LookupError: the view does not take a keyword; its name, and the views that take it.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     for name in chosen:
         if name not in VIEWS[view].takes:
-            raise LookupError(name, [other for other, one in VIEWS.items() if name in one.takes])
+            raise LookupError(
+                name, [other for other, listed in VIEWS.items() if name in listed.takes]
+            )
     return chosen

@@ -44,8 +44,8 @@ def quantization_error(llm: LLM, reference: LLM, prompt: Prompt | None = None) -
 
     Args:
         reference: the same model with its weights in full, such as
-            `LLM(source, **{"quantization.weights": "plain"})`. Of a checkpoint that
-            stores quantized blocks it is the one from before: "plain" decodes the same blocks.
+            `LLM(source, **{"quantization.weights": "plain"})`. For a checkpoint of
+            quantized blocks it is the one before quantization: "plain" decodes the same blocks.
         prompt: a text for which the residual streams are compared too; None: weights alone.
 
     Raises:
@@ -73,7 +73,7 @@ def quantization_error(llm: LLM, reference: LLM, prompt: Prompt | None = None) -
     if prompt is not None:
         ids = reference.encode(prompt)
         pairs = zip(residual_streams(llm, ids)[1], residual_streams(reference, ids)[1], strict=True)
-        stream = {at - 1: relative_error(one, other) for at, (one, other) in enumerate(pairs)}
+        stream = {at - 1: relative_error(value, other) for at, (value, other) in enumerate(pairs)}
         del stream[-1]  # the embedding's
     return draw_errors(WeightErrors(errors, formats, stream))
 
@@ -85,7 +85,7 @@ def relative_error(value: Float[np.ndarray, ...], reference: Float[np.ndarray, .
 
 
 def draw_errors(found: WeightErrors) -> View:
-    """The view of errors: a row for each layer, a column for each matrix; others stand below."""
+    """The view of errors: a row for each layer, a column for each matrix; others below."""
     rows: dict[str, dict[str, float]] = {}
     others: dict[str, float] = {}
     for name, error in found.errors.items():
@@ -105,8 +105,8 @@ def draw_errors(found: WeightErrors) -> View:
         if error is None:
             return None
         stored = found.formats.get(where, "")
-        said = f"{where}: {error:.4%}" + (f", stored as {stored}" if stored else "")
-        return Cell(percent(error), said, error / (streams if name == STREAM else weights))
+        title = f"{where}: {error:.4%}" + (f", stored as {stored}" if stored else "")
+        return Cell(percent(error), title, error / (streams if name == STREAM else weights))
 
     listed = [
         (layer, [cell(n, f"decoder.{layer}.{n}", of.get(n)) for n in columns])

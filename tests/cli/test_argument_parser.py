@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from jinfer.cli.remote.client_flags import make_parser as client
 from jinfer.cli.terminal.flag_conflicts import merge_alternatives
 from jinfer.cli.terminal.generate_flags import make_parser
 from jinfer.cli.terminal.run_generate import _overrides
+from jinfer.client import make_parser as client
 from jinfer.server.serve_flags import make_parser as server
 
 

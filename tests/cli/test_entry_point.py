@@ -1,4 +1,4 @@
-"""The command `jinfer`: its words, what they run, how soon, and what is said of wrong ones."""
+"""The command `jinfer`: subcommands, their help, start-up time, and messages for wrong words."""
 
 import os
 import re
@@ -10,14 +10,17 @@ import pytest
 
 import jinfer
 from jinfer.cli import entry_point, main
-from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
-from jinfer.cli.entry_point import provide_tools
+from jinfer.cli.entry_point import COMMANDS, GROUPS, Subcommand
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
-# Run by another tool in a Python without jinfer, and by `make gpu`, as it needs the tests.
-NOT_RUN_BY_USERS = {"llama_peer", "gpu_check", "measure_drafts"}
-BENCHMARKS = [one.name.removeprefix("bench ") for one in COMMANDS if one.name[:6] == "bench "]
+# Modules of a folder with a `main`.
+RUN = {
+    folder: {
+        path.stem for path in (ROOT / folder).rglob("*.py") if "\ndef main(" in path.read_text()
+    }
+    for folder in ("jinfer/cli", "tools")
+}
+BENCHMARKS = [each.name.removeprefix("bench ") for each in COMMANDS if each.name[:6] == "bench "]
 SOON = 1.0  # seconds of its own work; JAX alone takes as long to import on a slow machine
 
 
@@ -44,16 +47,17 @@ def test_a_group_lists_its_own(words: list[str], capsys: pytest.CaptureFixture[s
     assert found == BENCHMARKS
 
 
-def test_every_tool_is_a_command() -> None:
-    """What has a `main` can be run by a word, and what a word runs is there."""
+def test_every_program_is_a_command() -> None:
+    """Modules with a `main`, but for the dispatcher and what runs in a Python without jinfer."""
     modules = {command.module.rpartition(".")[2] for command in COMMANDS}
-    assert modules >= TOOLS - NOT_RUN_BY_USERS
+    assert modules >= RUN["jinfer/cli"] - {"entry_point", "llama_peer"}
     assert all(name.split()[0] in GROUPS for name in entry_point._NAMES if " " in name)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_help_says_what_was_typed(command: Subcommand, capsys: pytest.CaptureFixture[str]) -> None:
-    provide_tools()
+def test_help_begins_with_the_command(
+    command: Subcommand, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.name.split(), "--help"])
     assert ended.value.code == 0
@@ -61,18 +65,24 @@ def test_help_says_what_was_typed(command: Subcommand, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "tool",
+    "script",
     [
-        # What they need to be found is the same for all, and their help is asked for above.
-        pytest.param(tool, marks=[] if tool == "inspect" else [pytest.mark.soak])
-        for tool in sorted(TOOLS - NOT_RUN_BY_USERS)
+        # The way to find them is the same for all.
+        pytest.param(script, marks=[] if script == "bench_models" else [pytest.mark.soak])
+        for script in sorted(RUN["tools"])
     ],
 )
-def test_a_tool_runs_as_a_module_of_the_checkout(tool: str) -> None:
-    command = [sys.executable, "-m", f"tools.{tool}", "--help"]
+def test_a_script_of_the_source_tree(script: str) -> None:
+    command = [sys.executable, "-m", f"tools.{script}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: python -m tools.{tool} [-h] ")
+    assert done.stdout.startswith(f"usage: python -m tools.{script} [-h]")
+
+
+def test_former_commands_name_their_scripts() -> None:
+    """Benchmarks that were commands, and are scripts of the source tree."""
+    scripts = {name.replace(" ", "_") for name in entry_point._SCRIPTS}
+    assert scripts == {name for name in RUN["tools"] if name.startswith("bench_")}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +90,10 @@ def test_a_tool_runs_as_a_module_of_the_checkout(tool: str) -> None:
     [
         (["genrate", "x"], "there is no command 'genrate'; did you mean 'generate'? there are: "),
         (["bench", "gpu"], "there is no command 'bench gpu'; did you mean 'bench cpu'? there are"),
+        (
+            ["bench", "lora", "m.gguf"],
+            "'bench lora' is a script of jinfer's source tree; run",
+        ),
         (["xyz"], "there is no command 'xyz'; there are: generate, chat, "),
         (["model.gguf"], "model.gguf is no command; did you mean 'jinfer generate model.gguf'?"),
         (["hf://a/b"], "hf://a/b is no command; did you mean 'jinfer generate hf://a/b'?"),
@@ -115,8 +129,8 @@ def test_ends_without_a_traceback(error: type[BaseException], tmp_path: Path) ->
     """Ctrl-C while a program is imported, or a reader that has gone."""
     (tmp_path / "stops.py").write_text(f"def main(arguments):\n    raise {error.__name__}\n")
     script = (
-        "import sys; from jinfer.cli import command_registry, entry_point\n"
-        "entry_point._NAMES['list'] = command_registry.Subcommand('list', 'stops', '')\n"
+        "import sys; from jinfer.cli import entry_point\n"
+        "entry_point._NAMES['list'] = entry_point.Subcommand('list', 'stops', '')\n"
         "sys.argv[1:] = ['list']; entry_point.enter()"
     )
     done = subprocess.run(
@@ -167,7 +181,7 @@ def test_the_version_of_an_installation(tmp_path: Path) -> None:
 def test_the_module_is_the_command(tmp_path: Path) -> None:
     done = run("bench")
     assert done.returncode == 0
-    assert done.stdout.startswith("usage: python -m jinfer bench WHAT")
+    assert done.stdout.startswith("usage: python -m jinfer bench NAME")
 
 
 def test_names_of_the_package() -> None:
@@ -181,7 +195,7 @@ def test_names_of_the_package() -> None:
     ("word", "words"),
     [
         ("run", "there is no command 'run'; there is: jinfer chat MODEL"),
-        ("ps", "there is: jinfer list, which shows what is on this machine"),
+        ("ps", "there is: jinfer list, which shows the models on this machine"),
         ("-v", "there is: jinfer --version"),
         ("embed", "/v1/embeddings"),
     ],

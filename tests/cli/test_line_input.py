@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.cli.terminal import line_input
-from jinfer.cli.terminal.line_input import (
+from jinfer.cli.terminal import chat_loop
+from jinfer.cli.terminal.chat_loop import (
     MAX_BYTES,
     MAX_LINES,
     TypedInput,
@@ -60,13 +60,13 @@ def test_the_end_within_a_message(type_: Type) -> None:
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(line_input.NO_HISTORY, raising=False)
+    monkeypatch.delenv(chat_loop.NO_HISTORY, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert history_file() == tmp_path / "jinfer" / "chat_history"
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert history_file() == tmp_path / ".local" / "state" / "jinfer" / "chat_history"
-    monkeypatch.setenv(line_input.NO_HISTORY, "1")
+    monkeypatch.setenv(chat_loop.NO_HISTORY, "1")
     assert history_file() is None
 
 
@@ -100,5 +100,5 @@ def test_a_history_that_cannot_be_written(
 
 def test_tab_completes_commands() -> None:
     known = ("reset", "retry", "save")
-    assert [line_input.completion("/re", n, known) for n in range(3)] == ["/reset", "/retry", None]
-    assert line_input.completion("re", 0, known) is None
+    assert [chat_loop.completion("/re", n, known) for n in range(3)] == ["/reset", "/retry", None]
+    assert chat_loop.completion("re", 0, known) is None

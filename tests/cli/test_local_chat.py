@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, RequestError
-from jinfer.cli.terminal.line_input import TypedInput
+from jinfer.cli.terminal.chat_loop import TypedInput
 from jinfer.cli.terminal.local_chat import LocalChat, drop_oldest_turns, rates
 from jinfer.cli.terminal.slash_commands import COMMANDS
-from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.completion import Usage
 from tests.cli.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the custom calls in it."""
     folder: Path = tmp_path_factory.mktemp("cache")
     library = build_library.library_path()
-    kept = shutil.copytree(library.parent, folder / "custom_calls" / library.parent.name)
+    kept = shutil.copytree(library.parent, folder / "libraries" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
     return folder

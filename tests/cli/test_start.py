@@ -49,7 +49,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A cache folder with nothing but the custom calls in it."""
     folder: Path = tmp_path_factory.mktemp("cache")
     library = build_library.library_path()
-    copy = shutil.copytree(library.parent, folder / "custom_calls" / library.parent.name)
+    copy = shutil.copytree(library.parent, folder / "libraries" / library.parent.name)
     for path in (copy.parent, copy, copy / library.name):
         path.chmod(0o700)
     return str(folder)

@@ -43,7 +43,7 @@ def _no_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(tmp_path: Path) -> Path:
     """The library in a cache folder of its own."""
     real = build_library.library_path()
-    folder = tmp_path / "custom_calls" / build_library.key(build_library._target(every=False))
+    folder = tmp_path / "libraries" / build_library.key(build_library._target(every=False))
     shutil.copytree(real.parent, folder)
     for path in (folder.parent, folder, folder / real.name):
         path.chmod(0o700)
@@ -74,10 +74,10 @@ def test_compiler_failure_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
     with pytest.raises(compilers.BuildError, match="false fails"):
         build_library.library_path()
-    assert not list((tmp_path / "custom_calls").iterdir())
+    assert not list((tmp_path / "libraries").iterdir())
 
 
-def test_interrupt_terminates_compilers(tmp_path: Path) -> None:
+def test_interrupt_ends_compilers(tmp_path: Path) -> None:
     """Nor for what they start; also where the signal is for this process alone."""
     slow = tmp_path / "slow"
     slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nsleep 40\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def test_interrupt_terminates_compilers(tmp_path: Path) -> None:
 
 
 class Build:
-    """A library of three objects, in a folder as `library_cache.build_folder` has it."""
+    """A library of three objects, in a folder as `library_cache.build` has it."""
 
     def __init__(self, folder: Path) -> None:
         self.place, self.objects, self.made = folder / "place", folder / "objects", folder / "made"
@@ -133,10 +133,10 @@ def test_finished_objects_are_kept_when_a_build_ends_early(
     assert build.run() == "abc"
 
 
-def test_objects_writable_by_other_users_are_not_reused(tmp_path: Path) -> None:
-    (tmp_path / "building-key").mkdir()
-    (tmp_path / "building-key").chmod(0o777)
-    (tmp_path / "building-key/a.o").touch()
+def test_objects_that_another_user_could_write_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "new-key").mkdir()
+    (tmp_path / "new-key").chmod(0o777)
+    (tmp_path / "new-key/a.o").touch()
     folder = library_cache._objects(tmp_path, "key")
     assert not list(folder.iterdir())
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -152,7 +152,7 @@ def test_foreign_instruction_sets_are_not_optimized_and_linked_last(
         commands.extend([*given, link])
 
     monkeypatch.setattr(build_library, "compile_and_link", all_of)
-    place = library_cache.BuildPaths(tmp_path / "library.so", tmp_path, tmp_path)
+    place = library_cache.BuildPaths(tmp_path / "library.so", tmp_path)
     build_library._compile(["c++"], place, 2, build_library.TESTED, jax.ffi.include_dir())
     *compiled, link = commands
     fast = {Path(command[-1]).stem for command in compiled if "-O0" not in command}
@@ -181,7 +181,7 @@ def test_compiler_error_gives_the_reason(lines: list[str], reason: str) -> None:
 
 
 @built
-def test_two_processes_compile_the_library_once(copier: str, tmp_path: Path) -> None:
+def test_two_processes_compile_once(copier: str, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {copier} "$@"\n', encoding="utf-8")
     slow.chmod(0o700)
@@ -194,11 +194,11 @@ def test_two_processes_compile_the_library_once(copier: str, tmp_path: Path) -> 
     told = [process.communicate(timeout=60)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 0]
     assert sorted("compiling" in line for line in told) == [False, True]
-    assert not list((tmp_path / "cache" / "custom_calls").glob("building-*"))
+    assert not list((tmp_path / "cache" / "libraries").glob("building-*"))
 
 
 @built
-def test_cached_library_is_found_again() -> None:
+def test_library_is_found_again() -> None:
     path = build_library.library_path()
     written = path.stat().st_mtime_ns
     assert build_library.library_path() == path
@@ -220,7 +220,7 @@ def test_cached_library_needs_no_compiler_and_no_writable_folder(kept: Path) -> 
 
 @built
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
-def test_damaged_library_is_rebuilt(kept: Path, copier: str, damage: str) -> None:
+def test_damaged_library_is_built_again(kept: Path, copier: str, damage: str) -> None:
     whole = kept.read_bytes()
     if damage == "foreign":
         shutil.copy(_ctypes.__file__, kept)
@@ -235,7 +235,7 @@ def test_damaged_library_is_rebuilt(kept: Path, copier: str, damage: str) -> Non
 
 @built
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_library_writable_by_others_is_not_loaded(
+def test_library_that_others_can_write_is_not_loaded(
     kept: Path, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(kept.parents[2]))
@@ -257,7 +257,7 @@ def test_library_of_another_user_is_not_loaded(
     assert library_cache.find(kept.parent.name) is None
     again = build_library.library_path()
     assert again.stat().st_uid == os.geteuid()
-    assert library_cache._is_ours(again)
+    assert library_cache.find(again.parent.name) == again
 
 
 @built
@@ -265,8 +265,8 @@ def test_cache_folders_are_private(
     tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was there already, and what a killed build has left in it is removed."""
-    folder = tmp_path / "cache" / "custom_calls"
-    left = folder / "building-left"
+    folder = tmp_path / "cache" / "libraries"
+    left = folder / "new-left"
     left.mkdir(parents=True)
     folder.chmod(0o777)
     os.utime(left, (time.time() - 172800, time.time() - 172800))
@@ -280,23 +280,31 @@ def test_cache_folders_are_private(
 
 
 @built
-def test_uncacheable_library_is_logged_and_compiled_once(tmp_path: Path, copier: str) -> None:
+def test_library_that_cannot_be_cached_is_reported_and_compiled_once(
+    tmp_path: Path, copier: str
+) -> None:
     """The cache is no folder here."""
     (tmp_path / "cache").write_text("")
     done = run(_ASK, CXX=copier, JINFER_CACHE=str(tmp_path / "cache"))
     assert done.stdout.split() == ["True", "True"]
     (line,) = done.stderr.splitlines()
     assert "for this process alone: some" in line
-    assert f"they cannot be kept ({tmp_path / 'cache' / 'custom_calls'}: File exists)" in line
+    assert (
+        f"they cannot be kept ({tmp_path / 'cache' / 'libraries'} cannot be used: Not a directory)"
+        in line
+    )
 
 
-def test_reason_why_library_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_why_a_library_cannot_be_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
-    assert library_cache.not_cached_reason() == ""
+    assert library_cache.writable_cache()[1] == ""
     monkeypatch.setattr(library_cache, "_REQUIRED_BYTES", 1 << 60)
-    assert "MB are free, of 1152921504607 that it takes" in library_cache.not_cached_reason()
+    reason = library_cache.writable_cache()[1]
+    assert reason == f"{tmp_path / 'libraries'} has no room for 1073741824.00 GiB"
     monkeypatch.setenv("JINFER_CACHE", "off")
-    assert library_cache.not_cached_reason() == "JINFER_CACHE=off"
+    assert library_cache.writable_cache()[1] == "JINFER_CACHE=off"
 
 
 def test_unloadable_library_is_not_rebuilt_twice(tmp_path: Path) -> None:
@@ -313,7 +321,7 @@ def test_unloadable_library_is_not_rebuilt_twice(tmp_path: Path) -> None:
 
 
 @built
-def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_folder(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

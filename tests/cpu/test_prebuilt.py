@@ -71,7 +71,7 @@ def test_library_of_other_sources_is_ignored(packaged: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": 1}', "\0", '{"interface": [0]}'])
-def test_library_without_its_key_is_ignored(packaged: Path, text: str) -> None:
+def test_library_without_its_key_is_not_loaded(packaged: Path, text: str) -> None:
     (packaged.parent / "made_from.json").write_text(text)
     assert prebuilt.find(build_library.own_key()) is None
 
@@ -92,7 +92,7 @@ def test_unloadable_prebuilt_library_is_kept_and_another_compiled(
     assert packaged.read_bytes() == b"of another system"
 
 
-def test_command_builds_the_prebuilt_library(packaged: Path, copier: str, tmp_path: Path) -> None:
+def test_command_builds_the_library(packaged: Path, copier: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jinfer.cpu", "--into", str(tmp_path / "new")]
     environment = {**os.environ, "CXX": copier}
     made = subprocess.check_output(command, env=environment, text=True).strip()
@@ -122,7 +122,7 @@ def test_without_a_compiler_nothing_is_written_to_the_package() -> None:
         (["--headers", "{tmp}"], "--headers is for --into and --into-package"),
     ],
 )
-def test_command_reports_errors_in_one_line(
+def test_command_with_invalid_options(
     options: list[str], reason: str, copier: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()

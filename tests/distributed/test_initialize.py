@@ -19,7 +19,7 @@ from jinfer.distributed.job_config import JobConfig, find_job
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.unsupported import check_stages
 from jinfer.distributed.wire_format import serialize
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 from tests.distributed.jobs import free_port
 

@@ -117,7 +117,7 @@ conv            = { kind = "conv", size = 64, kernel = 3 }
 input_gate      = { kind = "block_linear", inputs = 64, outputs = 64, blocks = 4, bias = true }
 recurrence_gate = { kind = "block_linear", inputs = 64, outputs = 64, blocks = 4, bias = true }
 sigmoid         = { kind = "activation", function = "sigmoid" }
-lru             = { kind = "lru" }
+lru             = { kind = "rglru" }
 act             = { kind = "activation", function = "gelu_tanh" }
 out             = { kind = "linear", inputs = 64 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from jinfer import LLM, Completion, Edit, RequestError, SamplingParams, Steer, read_control_vector
 from jinfer.api.activation_checks import request_activations
-from jinfer.api.trace import Trace
+from jinfer.api.activation_tracing import Trace
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.step_key import StepKey
@@ -128,7 +128,7 @@ def test_the_programs_of_others_are_the_same(llm: LLM) -> None:
     keys = [StepKey("logits", 16, 1), StepKey("decode", 1, stages=sampler_sets()[0])]
 
     def texts(llm: LLM) -> list[str]:
-        made = [llm.session.engine.programs.step_function(key) for key in keys]
+        made = [llm.session.engine.runner.programs.step_function(key) for key in keys]
         return [
             jax.jit(one.function, donate_argnums=one.donated).lower(*one.arguments).as_text()
             for one in made
@@ -165,7 +165,7 @@ def test_another_vector_compiles_nothing(llm: LLM) -> None:
 
 def test_others_do_not_wait_for_programs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the program of an edited request compiles, a plain one is answered."""
-    programs, seen = llm.session.engine.programs, list[StepKey]()
+    programs, seen = llm.session.engine.runner.programs, list[StepKey]()
     ready, get = programs.ready, programs.get
     steer: dict[str, Any] = {"steer": [Steer(STREAM, VECTOR)]}
     alone = [bits(answer(llm, PROMPTS[7])), bits(answer(llm, PROMPTS[7], **steer))]
@@ -288,7 +288,7 @@ def test_what_is_refused(llm: LLM, asked: dict[str, Any], said: str) -> None:
 
 
 def test_not_in_parts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.session.engine.programs, "pipeline", object())
+    monkeypatch.setattr(llm.session.engine.runner.programs, "pipeline", object())
     with pytest.raises(
         RequestError, match=r"capture: the model is divided .*without \[partition\]"
     ):

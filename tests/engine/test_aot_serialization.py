@@ -13,11 +13,11 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
+from jinfer.disk_cache import DiskCache
 from jinfer.engine.runner import compiled_programs, program_cache
 from jinfer.engine.runner.aot_serialization import dumped, loaded
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.guard.disk_cache import DiskCache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]
@@ -55,7 +55,7 @@ def results(
         pytest.MonkeyPatch.context() as patch,
         LLM(GOLDENS / golden, **{"engine.slots": 4, **overrides}) as llm,
     ):
-        llm.session.engine.programs.shelf = shelf
+        llm.session.engine.runner.programs.shelf = shelf
         patch.setattr(CompiledPrograms, "step_function", note)
         found: list[Any] = []
         if llm.spec.decoder is not None:
@@ -144,13 +144,13 @@ def test_what_cannot_be_kept_is_left_to_jax(
 def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each difference is another key."""
     with LLM(GOLDENS / "llama2") as llm, LLM(GOLDENS / "llama31") as other:
-        own = llm.session.engine.programs
+        own = llm.session.engine.runner.programs
 
         def key(of: CompiledPrograms = own, kind: Any = "copy_blocks") -> str:
             vars(of).pop("_described", None)
             return of._shelf_entry(StepKey(kind))
 
-        keys = [key(), key(kind="set_slot"), key(other.session.engine.programs)]
+        keys = [key(), key(kind="set_slot"), key(other.session.engine.runner.programs)]
         for overrides in (
             {"engine.slots": 2},
             {"engine.context": 64},
@@ -159,7 +159,7 @@ def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPat
             {"dtype": "bfloat16"},
         ):
             with LLM(GOLDENS / "llama2", **overrides) as changed:
-                keys.append(key(changed.session.engine.programs))
+                keys.append(key(changed.session.engine.runner.programs))
         monkeypatch.setattr(program_cache, "library_key", lambda: "another library")
         keys.append(key())
         monkeypatch.setattr(program_cache, "cores", lambda: 77)
@@ -181,7 +181,7 @@ def test_what_cannot_be_written_is_not_kept() -> None:
 
 def test_without_what_it_calls_a_program_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(GOLDENS / "llama2") as llm:
-        function, donated, arguments = llm.session.engine.programs.step_function(
+        function, donated, arguments = llm.session.engine.runner.programs.step_function(
             StepKey("copy_blocks")
         )
         lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
@@ -208,7 +208,7 @@ LEFT_OUT = ("flax", "jaxlib.mlir.dialects.mhlo", "jax.experimental.pallas", "jax
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 def test_a_process_that_starts_again_imports_less(tmp_path: Path) -> None:
     library = build_library.library_path()
-    kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
+    kept = shutil.copytree(library.parent, tmp_path / "libraries" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
     environment = {name: value for name, value in os.environ.items() if "JAX_" not in name}

@@ -110,7 +110,7 @@ def play(llm: LLM, every: list[Any], rng: random.Random) -> None:
         (again,) = llm.generate([last.prompt], last.params, adapter=last.adapter)
         assert answered(again) == last.expected
     # Windows and states have blocks for all slots, whatever `kv_tokens` says.
-    if set(llm.session.engine.programs.sizes.blocks) == {"all"}:
+    if set(llm.session.engine.runner.programs.sizes.blocks) == {"all"}:
         assert llm.stats().preemptions or len(last.prompt) > MOST
         assert again.usage.cached_tokens
 

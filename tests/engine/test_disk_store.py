@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
-from jinfer.engine.offload.host_store import HostStore
+from jinfer.disk_cache import NoCacheError
+from jinfer.engine.offload.disk_store import FOLDER, DiskStore
+from jinfer.engine.offload.offload_stores import HostStore
 
 SIZE = 10_000
 
@@ -30,7 +31,7 @@ def files_in(folder: Path) -> list[Path]:
     return list((folder / FOLDER).iterdir())
 
 
-def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
+def test_contents_are_found_again(tmp_path: Path) -> None:
     first = store(tmp_path / "kept")
     assert first.put("a", content("a"))
     assert "a" in first
@@ -43,7 +44,7 @@ def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
     assert "a" not in again
 
 
-def test_the_least_recently_used_leave(tmp_path: Path) -> None:
+def test_least_recently_used_contents_are_evicted(tmp_path: Path) -> None:
     kept = store(tmp_path, limit=10 * SIZE)
     for number in range(9):
         kept.put(str(number), content(str(number)))
@@ -59,13 +60,13 @@ def test_the_least_recently_used_leave(tmp_path: Path) -> None:
     assert kept.nbytes <= 10 * SIZE
 
 
-def test_a_folder_of_others(tmp_path: Path) -> None:
+def test_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(FolderRefusedError, match="can be written to by other users"):
+    with pytest.raises(NoCacheError, match="can be written to by other users"):
         store(tmp_path)
-    with pytest.raises(FolderRefusedError, match="cannot be made"):
+    with pytest.raises(NoCacheError, match="cannot be used"):
         store(Path("/proc/kept"))
 
 
@@ -127,6 +128,6 @@ def test_a_writer_that_is_killed_often(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(FolderRefusedError, match="cannot be written to"):
+    with pytest.raises(NoCacheError, match="cannot be written to"):
         store(tmp_path)
     tmp_path.chmod(0o700)

@@ -115,7 +115,7 @@ def test_an_error_costs_the_requests_of_its_step_only(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The cache was given away to the step that failed; what waits is computed all the same."""
-    get, failures = llm._engine.programs.get, []
+    get, failures = llm._engine.runner.programs.get, []
 
     def failing(shape: StepKey) -> Any:
         compiled = get(shape)
@@ -127,7 +127,7 @@ def test_an_error_costs_the_requests_of_its_step_only(
 
         return run if shape.kind == kind and not failures else compiled
 
-    monkeypatch.setattr(llm._engine.programs, "get", failing)
+    monkeypatch.setattr(llm._engine.runner.programs, "get", failing)
     results: list[Any] = []
     for prompt in PROMPTS:  # more than there are slots
         pieces: list[Any] = []

@@ -236,7 +236,7 @@ def test_nothing_is_compiled_after_warm_up(llm: LLM) -> None:
 @pytest.mark.parametrize("kind", ["logits", "decode", "copy_blocks", "forward"])
 def test_the_cache_is_updated_in_place(llm: LLM, kind: Any) -> None:
     """Donation holds: the cache goes out in the memory it came in with, and is not copied."""
-    programs = llm._engine.programs
+    programs = llm._engine.runner.programs
     size = 16 if kind in ("logits", "forward") else 4
     shape = StepKey(kind, size, 1, rows=1, stages=sampler_sets()[0])
     program = programs.get(shape)

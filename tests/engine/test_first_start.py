@@ -9,10 +9,10 @@ import pytest
 from jinfer import LLM
 from jinfer.api import build_engine, session
 from jinfer.api.build_engine import load as read
+from jinfer.disk_cache import DiskCache
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import compiled_programs
 from jinfer.engine.runner.program_cache import compiled_apart
-from jinfer.guard.disk_cache import DiskCache
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
 
@@ -42,7 +42,7 @@ class Start:
                     self.compiled += 1
 
         def load(engine: Engine, *rest: Any, **keywords: Any) -> None:
-            self.at_load = (self.compiled, engine.programs.compilations)
+            self.at_load = (self.compiled, engine.runner.programs.compilations)
             read(engine, *rest, **keywords)
 
         patch.setattr(compiled_programs, "compiled_apart", compile_one)

@@ -17,7 +17,7 @@ from jinfer.engine.requests import EngineError, Failed, Request, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search import guided_decoding
-from jinfer.engine.search.grammar_turns import Position, Turn, take_turn
+from jinfer.engine.search.grammar_worker import MaskRequest, MaskResult, compute_mask
 from jinfer.engine.search.guided_decoding import Guide, Guides
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.request_errors import ConstraintError
@@ -153,14 +153,14 @@ def test_a_slow_grammar_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         SamplingParams(max_tokens=40, temperature=1.0, seed=6, ignore_eos=True),
     ]
     expected = [a.token_ids for a in llm.generate([PROMPT] * 3, [slow, *others])]
-    held, taken = threading.Event(), take_turn
+    held, taken = threading.Event(), compute_mask
 
-    def waits(matcher: Matcher, rules: Any, at: Position, *given: Any) -> Turn:
+    def waits(matcher: Matcher, rules: Any, at: MaskRequest, *given: Any) -> MaskResult:
         if matcher._kind == "regex" and at.drawn in (0, 2):
             held.wait(300)  # until the others are done
         return taken(matcher, rules, at, *given)
 
-    monkeypatch.setattr(guided_decoding, "take_turn", waits)
+    monkeypatch.setattr(guided_decoding, "compute_mask", waits)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             held.clear()
@@ -173,14 +173,14 @@ def test_a_slow_grammar_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_grammar_that_fails_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = take_turn
+    taken = compute_mask
 
-    def fails(matcher: Matcher, *given: Any) -> Turn:
+    def fails(matcher: Matcher, *given: Any) -> MaskResult:
         if matcher._kind == "regex":
             raise ZeroDivisionError("none")
         return taken(matcher, *given)
 
-    monkeypatch.setattr(guided_decoding, "take_turn", fails)
+    monkeypatch.setattr(guided_decoding, "compute_mask", fails)
     with pytest.raises(EngineError, match="a grammar failed: ZeroDivisionError: none"):
         llm.generate([PROMPT], SamplingParams(regex="a+b"))
     assert llm.generate([PROMPT], SamplingParams(choice=("yes",)))[0].text == "yes"

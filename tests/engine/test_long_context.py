@@ -25,7 +25,7 @@ def test_memory_grows_with_what_is_held() -> None:
     keys: dict[str, Any] = {"engine.context": CONTEXT, "dims.context": CONTEXT}
     keys |= {"engine.slots": SLOTS, "engine.kv_tokens": SLOTS * CONTEXT}
     with LLM(STORIES, **keys) as llm:
-        size = sum(pool.nbytes for pool in jax.tree.leaves(llm._engine.cache))
+        size = sum(pool.nbytes for pool in jax.tree.leaves(llm._engine.runner.cache))
         a_token = size // (SLOTS * CONTEXT)
         assert size > 1 << 29
         llm.generate([[5, 6, 7]], PARAMS)

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.api.saved_cache import save_cache
+from jinfer.api.saved_cache import block_sizes, save_cache
 from jinfer.engine.offload.cache_file import SavedBlock, read_cache_file
-from jinfer.engine.offload.cache_identity import cache_identity
 from jinfer.engine.offload.disk_store import FOLDER, DiskStore
-from jinfer.engine.offload.prefix_transfer import block_sizes
+from jinfer.engine.offload.prefix_offload import cache_identity
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.attention.kv_cache import BLOCK
 from tests.engine.tiny import held, open_model
@@ -41,7 +40,7 @@ def full_blocks(llm: LLM, folder: Path) -> list[SavedBlock]:
     """What the cache has of the sequence that ended last; a block that is not full has old bits."""
     path, engine = folder / "slot", llm.session.engine
     assert save_cache(llm.session, path, 0).tokens
-    identity = cache_identity(engine.programs, engine.weights_key)
+    identity = cache_identity(engine.runner.programs, engine.weights_key)
     found = list(read_cache_file(path, identity, block_sizes(engine)))
     return [one for one in found if len(one.tokens) == BLOCK]
 
@@ -191,7 +190,7 @@ def test_weights_that_change_leave_nothing(tmp_path: Path) -> None:
         ({"engine.cache_ram": 999999}, "engine.cache_ram: 999999 GiB are more than the .* machine"),
         (
             {"engine.cache_disk": "/proc/kept"},
-            "engine.cache_disk: /proc/kept: its jinfer-prefix-cache cannot be made",
+            "engine.cache_disk: /proc/kept/jinfer-prefix-cache cannot be used",
         ),
     ],
 )

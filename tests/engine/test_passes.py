@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.completion import Usage
 from jinfer.engine.runner.step_key import StepKey
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
@@ -36,7 +36,7 @@ class Streams:
         self.llm, self.ran = llm, []
         self.prepared = [llm.session.prepare([3 + i, 4], ENDLESS)[0] for i in range(count)]
         self.pieces: list[SimpleQueue[Any]] = [SimpleQueue() for _ in self.prepared]
-        programs = llm.session.engine.programs
+        programs = llm.session.engine.runner.programs
         get = programs.get
 
         def noted(shape: StepKey) -> Any:
@@ -109,7 +109,7 @@ def test_a_failed_step_begins_a_pass_again(llm: LLM, monkeypatch: pytest.MonkeyP
     def broken() -> Any:
         if engine.scheduler.slotless and not failed:
             failed.append(True)
-            engine.set_cache(engine.programs.allocate_kv_cache())
+            engine.runner.set_cache(engine.runner.programs.allocate_kv_cache())
             raise FloatingPointError("a step that fails")
         return step()
 

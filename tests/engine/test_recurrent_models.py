@@ -116,13 +116,13 @@ def test_memory_of_states() -> None:
         "partition.devices": "0",
     }
     with open_model("mamba2", **keys) as llm:
-        programs: Any = llm.session.engine.programs
+        programs: Any = llm.session.engine.runner.programs
         assert programs.sizes.blocks == {"state": 13}
-        shapes: Any = llm.session.engine.model.caches.values()
+        shapes: Any = llm.session.engine.runner.model.caches.values()
         bytes_ = 4 * sum(math.prod(each) for shape in shapes for _, each in shape.arrays)
         assert f"room for 13 recurrent states of {bytes_text(bytes_)}" in programs.pipeline.memory
         llm.generate([tokens(40)], max_tokens=2)
-        cache = jax.tree.leaves(llm.session.engine.cache)
+        cache = jax.tree.leaves(llm.session.engine.runner.cache)
         assert sum(array.nbytes for array in cache) == 13 * bytes_
 
 

@@ -301,7 +301,7 @@ def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
 def test_lanes_take_turns() -> None:
     """Sequences are spread over lanes; a call has those of one lane, and an empty one no turn."""
     s = scheduler(slots=6)
-    s.lanes = 3
+    s.micro_batches = 3
     both = [sequence(number, 5) for number in (1, 2)]
     for one in both:
         s.submit(one)

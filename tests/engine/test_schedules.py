@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 
@@ -212,7 +211,7 @@ def schedules(
     with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
         vocab = alone.spec.dims["vocab"]
         # A model of windows and states has enough blocks for all slots, whatever `kv_tokens` says.
-        limited = "all" in alone.session.engine.programs.sizes.blocks
+        limited = "all" in alone.session.engine.runner.programs.sizes.blocks
         common = [rng.randrange(3, vocab) for _ in range(100)]
         strategies = STRATEGIES + (GRAMMARS if alone.tokenizer else [])
         every = [request(rng, vocab, most, common, strategies) for _ in range(24)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jinfer.engine.output.stop_strings import StopStrings
+from jinfer.engine.output.generation import StopStrings
 
 LETTERS = st.text("ab€", max_size=12)  # few letters, so that stops occur, overlap and nest
 STOPS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4).map(tuple)

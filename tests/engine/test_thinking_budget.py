@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, Completion, RequestError, SamplingParams
-from jinfer.engine.scheduling.thinking_budget import ThinkingLimit, Thought
+from jinfer.engine.thinking_budget import ThinkingLimit, Thought
 from jinfer.template.thinking_marks import HARMONY_MARKS, THINKING_MARKS, thinking_switches
 from tests.engine.test_schedules import STORIES
 from tests.speculate.drafts import RandomTrees, speculating

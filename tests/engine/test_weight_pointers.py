@@ -13,8 +13,8 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.executable import Executable
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.runtime.executable import Executable
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 77, 31]
@@ -33,9 +33,9 @@ def results(golden: str, overrides: Mapping[str, Any]) -> tuple[list[Any], int, 
             found.append(llm.generate([IDS], GREEDY)[0].token_ids)
         if llm.spec.type != "encoder-decoder":
             found += llm.logits([IDS])
-        made = [each.result() for each in engine.programs._futures.values()]
+        made = [each.result() for each in engine.runner.programs._futures.values()]
         read = [len(each.read) for each in made if isinstance(each, Executable) and each.read]
-        return found, max(read), len(engine.leaves)
+        return found, max(read), len(engine.runner.leaves)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_bits_and_arrays(
 def test_a_layer_of_products_is_given_nothing_but_its_table() -> None:
     with LLM(GOLDENS / "llama2", **Q4) as llm:
         engine = llm.session.engine
-        program = engine.programs.get(StepKey("logits", 1, 1))
-        count = len(jax.tree.leaves(engine.parameters))
-        told = engine.programs.pointer_layers
+        program = engine.runner.programs.get(StepKey("logits", 1, 1))
+        count = len(jax.tree.leaves(engine.runner.parameters))
+        told = engine.runner.programs.pointer_layers
         own = [i for layer in told.values() for i in range(layer.start, layer.stop)]
         assert llm.spec.decoder is not None
         assert len(told) == len(llm.spec.decoder.layers)
         assert not set(own) & set(program.read)
-        assert set(range(count, len(engine.leaves))) <= set(program.read)
+        assert set(range(count, len(engine.runner.leaves))) <= set(program.read)

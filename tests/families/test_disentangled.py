@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jinfer.modelspec.blocks import DisentangledSpec
+from jinfer.modelspec.position_blocks import DisentangledSpec
 from jinfer.nn.attention_features import distance_buckets
 from tests.reference.numpy_blocks import softmax
 from tests.reference.numpy_positions import Floats

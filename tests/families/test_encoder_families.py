@@ -153,7 +153,7 @@ def test_albert(tmp_path: Path) -> None:
 def test_shared_weights_are_loaded_once(tmp_path: Path) -> None:
     llm = albert(tmp_path)[0]
     engine = llm._engine
-    arrays = dict(zip(engine.model.names, engine.parameters, strict=True))
+    arrays = dict(zip(engine.runner.model.names, engine.runner.parameters, strict=True))
     for part in ("attn.q.weight", "ffn.up.bias", "ffn_norm.weight"):
         assert len({id(arrays[f"encoder.{i}.{part}"]) for i in range(3)}) == 1
     assert arrays["encoder.0.attn.q.weight"] is not arrays["encoder.0.attn.k.weight"]

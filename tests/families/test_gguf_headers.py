@@ -12,7 +12,7 @@ from jinfer.loader.model_files import ModelFiles
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import family_of, resolve_model
 from jinfer.loader.weights.tensor_mapping import find_origins
-from jinfer.modelspec.blocks import GatedMLPSpec
+from jinfer.modelspec.feed_forward_blocks import GatedMLPSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 

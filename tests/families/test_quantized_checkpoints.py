@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.cli.inspect.match_checkpoint import describe
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
@@ -18,8 +20,6 @@ from jinfer.quant.scaled_tensor import ScaledTensor
 from tests.engine.adapters import write_adapter
 from tests.loader.checkpoint.quantized_cases import CASES, Case
 from tests.loader.checkpoint.quantized_writers import Arrays, mxfp4
-from tools.match_checkpoint import describe
-from tools.quantize import convert
 
 type Shapes = dict[str, tuple[int, int]]
 
@@ -55,7 +55,8 @@ def test_reordered_weights_by_name(tmp_path: Path) -> None:
     wanted = load_file(tmp_path / "plain" / "model.safetensors")[file]
     with LLM(path) as llm:
         assert isinstance(
-            llm._engine.parameters[llm._engine.model.names.index(f"{name}.weight")], ReorderedTensor
+            llm._engine.runner.parameters[llm._engine.runner.model.names.index(f"{name}.weight")],
+            ReorderedTensor,
         )
         weight = llm.weights[name]
         np.testing.assert_allclose(weight.values, wanted, atol=1e-6)
@@ -228,7 +229,9 @@ def test_fp8_stays_in_its_bits(tmp_path: Path, name: str, more: float) -> None:
     assert [row.type for row in shown if row.parameters == [matrix]] == ["F8_E4M3 scaled"]
     with LLM(source) as llm, LLM(tmp_path / "converted") as again:
         for each in (llm, again):
-            held = dict(zip(each._engine.model.names, each._engine.parameters, strict=True))
+            held = dict(
+                zip(each._engine.runner.model.names, each._engine.runner.parameters, strict=True)
+            )
             assert isinstance(held[matrix], ScaledTensor)
             assert held[matrix].nbytes == HIDDEN * INNER * (1 + more)
         wanted = llm.logits([TOKENS])[0]

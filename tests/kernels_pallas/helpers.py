@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
+from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import quantize_vectors
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes

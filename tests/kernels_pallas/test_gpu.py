@@ -13,8 +13,7 @@ import pytest
 from jax import Array
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
-from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.modelspec.quant_format import FLOAT_DTYPES, QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import open_model
-from jinfer.loader.sources import SourceError
 
 from ..hostile import EXAMPLES, damaged, endures, many
 

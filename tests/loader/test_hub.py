@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.hub import repository, snapshot
-from jinfer.loader.sources import SourceError, locate
+from jinfer.loader.sources import locate
 
 SHA, OTHER = "0" * 39 + "1", "0" * 39 + "2"
 

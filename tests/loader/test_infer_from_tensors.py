@@ -11,18 +11,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.cli.inspect.match_checkpoint import describe
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.checkpoint import Tensor, open_checkpoint
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.weights.tensor_mapping import LoadError, find_origins, same_values
-from jinfer.modelspec.blocks import SinusoidalPositionsSpec
+from jinfer.modelspec.position_blocks import SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.positions import sinusoids
 from tests.families.gguf_files import write_gguf
 from tests.loader.weights.loading import lazy
-from tools.match_checkpoint import describe
-from tools.quantize import convert
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 40, 7, 3]
@@ -127,7 +127,7 @@ def test_a_converted_head_of_its_own(tmp_path: Path) -> None:
         got = LLM(tmp_path / weights, dtype="float32").logits([IDS])[0]
         assert np.abs(got - wanted).max() < (1e-4 if weights == "plain" else 0.5)
     convert(str(GOLDENS / "gemma"), tmp_path / "tied", {})
-    assert "logits.weight" not in LLM(tmp_path / "tied")._engine.model.names
+    assert "logits.weight" not in LLM(tmp_path / "tied")._engine.runner.model.names
 
 
 def never() -> np.ndarray:

@@ -11,7 +11,7 @@ from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.sources import is_local
 from jinfer.loader.weights.model_size import WIDTHS, sizes_of
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import families, read_toml, specs_folder
+from jinfer.modelspec.spec_files import families, model_specs, read_toml
 from jinfer.modelspec.toml_tables import check_parameters
 
 SIZES = """
@@ -27,9 +27,7 @@ intermediate = 128
 
 def test_every_specification_is_listed() -> None:
     lines = table(memory=True).splitlines()
-    assert [line.split()[0] for line in lines[1:-2]] == [
-        path.stem for path in sorted(specs_folder().glob("*.toml"))
-    ]
+    assert [line.split()[0] for line in lines[1:-2]] == [*model_specs()]
     assert lines[0].split()[4:13] == ["2", "3", "3.5", "4", "5", "6", "8", "16", "32"]
     assert "in GiB" in lines[-1]
     (demo,) = (line.split() for line in lines if line.startswith("smollm2_135m_instruct "))
@@ -115,7 +113,7 @@ def test_sizes_come_from_the_dims_the_key_or_nowhere(tmp_path: Path) -> None:
 def test_sizes_that_a_specification_says_are_those_of_its_model(tmp_path: Path) -> None:
     """Of those that come with jinfer, where the weights are at hand; and exact without any."""
     checked = 0
-    for path in specs_folder().glob("*.toml"):
+    for path in model_specs().values():
         said = read_toml(path).get("parameters")
         if isinstance(said, dict):
             found = sizes_of(resolve_model(open_files(path, {}), {})[0])

@@ -11,9 +11,9 @@ import gguf
 import pytest
 
 from jinfer.loader.checkpoint import CheckpointError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.model_files import tokenizer_path
 from jinfer.loader.open_model import open_files
-from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 
 from .resolving import resolved

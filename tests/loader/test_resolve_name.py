@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import open_files
-from jinfer.loader.sources import SourceError, full_source, locate
-from jinfer.modelspec.spec_files import specs_folder
+from jinfer.loader.sources import full_source, locate
+from jinfer.modelspec.spec_files import model_specs, specs_folder
 
 DEMO = "smollm2_135m_instruct"
 
 
 def test_names_of_the_catalogue(tmp_path: Path) -> None:
-    for path in specs_folder().glob("*.toml"):
-        assert full_source(path.stem, tmp_path) == str(path)
+    for name, path in model_specs().items():
+        assert full_source(name, tmp_path) == str(path)
+        assert locate(str(path), tmp_path) == path
 
 
 @pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-0.6B", "a/b@v1.0", "a-b_c/d.e-f"])

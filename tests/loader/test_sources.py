@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.loader.sources import SourceError, locate
+from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.sources import locate
 
 
 def error_of(source: str, beside: Path = Path()) -> str:

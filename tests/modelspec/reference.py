@@ -10,21 +10,20 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.modelspec.blocks import (
-    ACTIVATION_ALIASES,
-    MODULES,
+from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
     DifferentialSpec,
     IndexerSpec,
     OutputGateSpec,
     QKNormSpec,
-    RopeScalingSpec,
     TemperatureSpec,
 )
+from jinfer.modelspec.blocks import BLOCKS
 from jinfer.modelspec.bounded_types import describe, fields, union
-from jinfer.modelspec.classification_table import ClassificationSpec
-from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
+from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
+from jinfer.modelspec.model_spec import ClassificationSpec, EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
+from jinfer.modelspec.position_blocks import RopeScalingSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
 from jinfer.modelspec.speculation_table import DraftSpec, SpeculationSpec
 
@@ -36,7 +35,7 @@ _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole
 def reference() -> dict[str, str]:
     """Every generated part of the page, by the name in its markers."""
     return {
-        "blocks": "\n\n".join(_section(cls) for cls in MODULES),
+        "blocks": "\n\n".join(_section(cls) for cls in BLOCKS),
         "positions": "\n\n".join(_section(cls) for cls in _positions()),
         "qk_norm": _table(QKNormSpec),
         "gate": _table(OutputGateSpec),

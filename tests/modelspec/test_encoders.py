@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import CrossAttentionSpec, PoolSpec
+from jinfer.modelspec.attention_blocks import CrossAttentionSpec
+from jinfer.modelspec.blocks import PoolSpec
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.toml_tables import merge, nested

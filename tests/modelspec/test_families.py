@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import AttentionSpec, HeadSpec, RopeScalingSpec, RopeSpec
+from jinfer.modelspec.attention_blocks import AttentionSpec
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, find_family
@@ -52,6 +54,30 @@ def rope(spec: ModelSpec) -> RopeSpec:
     position = attention(spec).position
     assert isinstance(position, RopeSpec)
     return position
+
+
+def without_layer_types(folder: str, **changes: Any) -> ModelSpec:
+    config = json.loads((GOLDENS / folder / "config.json").read_text())
+    del config["layer_types"]
+    config.pop("sliding_window_pattern", None)
+    return resolved_family(golden(folder).family, facts(config | changes))
+
+
+def test_layer_types_of_exaone4_have_defaults() -> None:
+    spec = without_layer_types("exaone4", num_hidden_layers=5, sliding_window=16)
+    assert [attention(spec, i).window for i in range(5)] == [16, 16, 16, None, 16]
+    assert [attention(spec, i).position is not None for i in range(5)] == [True] * 3 + [False, True]
+    spec = without_layer_types("exaone4", sliding_window=16, sliding_window_pattern=2)
+    assert [attention(spec, i).window for i in range(2)] == [16, None]
+
+
+def test_layer_types_of_lfm2_have_defaults() -> None:
+    def kinds(spec: ModelSpec) -> list[bool]:
+        assert spec.decoder is not None
+        return ["attn" in dict(layer.modules) for layer in spec.decoder.layers]
+
+    assert kinds(without_layer_types("lfm2", full_attn_idxs=[2])) == [False, False, True, False]
+    assert kinds(without_layer_types("lfm2")) == [True] * 4
 
 
 def spec_head(spec: ModelSpec) -> HeadSpec:

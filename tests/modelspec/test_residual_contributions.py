@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer.modelspec.draft_head import add_taps
+from jinfer.modelspec.eagle_head import add_taps
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.residual_contributions import Contribution
 

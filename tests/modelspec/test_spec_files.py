@@ -10,8 +10,7 @@ import pytest
 
 from jinfer.modelspec import spec_files
 from jinfer.modelspec.config_lookup import lookup_in
-from jinfer.modelspec.family_match import matches
-from jinfer.modelspec.resolve_spec import CheckpointFacts
+from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import (
     _may_match,

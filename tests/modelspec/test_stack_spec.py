@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import GatedMLPSpec
+from jinfer.modelspec.feed_forward_blocks import GatedMLPSpec
 from jinfer.modelspec.model_spec import ModelSpec
 
 from .helpers import MODEL, error_of, model, resolved
@@ -226,6 +226,11 @@ def test_a_missing_layer_formula() -> None:
 def test_missing_number_of_layers() -> None:
     text = MODEL.replace("layers = 2\n", "")
     assert error_of(model(text)) == "decoder.layers: is missing; set it, or dims.layers"
+
+
+def test_a_head_gives_a_logit_for_each_token() -> None:
+    reason = error_of(model(modules__logits__outputs=8))
+    assert reason.startswith("modules.logits.outputs: 8 logits are not those of dims.vocab = ")
 
 
 def test_a_tied_head_needs_an_embedding() -> None:

@@ -5,18 +5,12 @@ from typing import Any, Literal
 
 import pytest
 
-from jinfer.modelspec import blocks
-from jinfer.modelspec.blocks import (
-    AnyBlock,
-    AttentionSpec,
-    LatentAttentionSpec,
-    MoESpec,
-    QKNormSpec,
-    RelativeBiasSpec,
-    RopeScalingSpec,
-    RopeSpec,
-)
+from jinfer.modelspec import feed_forward_blocks
+from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec, QKNormSpec
+from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Count, LayerCount, NotNegative, Positive, Size
+from jinfer.modelspec.feed_forward_blocks import MoESpec
+from jinfer.modelspec.position_blocks import RelativeBiasSpec, RopeScalingSpec, RopeSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.table_reader import read_value
 
@@ -58,8 +52,8 @@ def refusal(cls: Any, written: Any, dims: dict[str, Any] | None = None) -> str:
         (bool, "heads > 3", True),
         (str, "a word", "a word"),
         (Literal["silu", "relu"], "silu", "silu"),
-        (blocks.Activation, "$act | silu", "gelu_tanh"),
-        (blocks.Activation, "swish", "silu"),
+        (feed_forward_blocks.Activation, "$act | silu", "gelu_tanh"),
+        (feed_forward_blocks.Activation, "swish", "silu"),
         (bool | str, "qkv", "qkv"),
         (bool | str, "false", False),
         (bool | str, "$none | true", True),
@@ -105,10 +99,18 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (str, 3, "3 is not a text"),
         (bool | str, 3, "3 is not true or false or a text"),
         (int | None, "$text", "is not a whole number or none"),
-        (blocks.Activation, "silo", "'silo' is not one of the allowed words; did you mean 'silu'?"),
-        (blocks.Activation, 3, "3 is not one of the allowed words; allowed: gelu, gelu_tanh"),
-        (blocks.Activation, ["silu"], "['silu'] is not one of the allowed words"),
-        (blocks.Activation, "clamped_swiglu", "allowed: gelu, gelu_tanh, quick_gelu"),
+        (
+            feed_forward_blocks.Activation,
+            "silo",
+            "'silo' is not one of the allowed words; did you mean 'silu'?",
+        ),
+        (
+            feed_forward_blocks.Activation,
+            3,
+            "3 is not one of the allowed words; allowed: gelu, gelu_tanh",
+        ),
+        (feed_forward_blocks.Activation, ["silu"], "['silu'] is not one of the allowed words"),
+        (feed_forward_blocks.Activation, "clamped_swiglu", "allowed: gelu, gelu_tanh, quick_gelu"),
         (Size, 0, "0 is not a whole number from 1 to 2^31 - 1"),
         (Size, -1, "-1 is not a whole number from 1 to 2^31 - 1"),
         (Size, 2**31, "2147483648 is not a whole number from 1 to 2^31 - 1"),

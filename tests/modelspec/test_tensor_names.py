@@ -197,7 +197,7 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"{i}.{i}": "x"}, "tensors.'{i}.{i}': has {i} more than once"),
         ({"embed": "x.{i}"}, "tensors.'embed': has no {i}, but the file's name has"),
         *(
-            ({pattern: "x"}, f"tensors.{pattern!r}: '{strange}' in '{pattern}' stands for nothing")
+            ({pattern: "x"}, f"tensors.{pattern!r}: '{strange}' in '{pattern}' is no placeholder")
             for pattern, strange in [
                 ("{", "{"),
                 ("{}", "{}"),
@@ -211,7 +211,7 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ),
         (
             {"decoder.{i}.attn.q": ["l.{i}.q", "l.{j%2}.q"]},
-            "tensors.'decoder.{i}.attn.q': '{j%2}' in 'l.{j%2}.q' stands for nothing; "
+            "tensors.'decoder.{i}.attn.q': '{j%2}' in 'l.{j%2}.q' is no placeholder; "
             "in braces there can be {i}, {e} and values of i, as {i % 2}",
         ),
         ({"a.{i}": "l.{i % wide}"}, "tensors.'a.{i}': unknown name 'wide'"),
@@ -220,7 +220,7 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"a.{i}": {"from": "l.{i}", "layers": 4}}, "tensors.'a.{i}'.layers: is for one tensor"),
         ({"{a,b}.{i}": {"from": "l", "layers": 4}}, "tensors.'{a,b}.{i}'.layers: is for one"),
         ({"a.{i}": {"from": "l.{i}", "pieces": 0}}, "tensors.'a.{i}'.pieces: 0 is not a whole"),
-        ({"a": "x.{b,c}"}, "tensors.'a': '{b,c}' in 'x.{b,c}' stands for nothing"),
+        ({"a": "x.{b,c}"}, "tensors.'a': '{b,c}' in 'x.{b,c}' is no placeholder"),
         ({"prefix": 3}, "tensors.prefix: 3 is not a text or a list of texts"),
         ({"prefix": {"a": 3}}, "tensors.prefix.a: 3 is not a text"),
         ({"ignore": {}}, "tensors.ignore: {} is not a text or a list of texts"),

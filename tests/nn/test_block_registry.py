@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.blocks import MODULES, AnyBlock
+from jinfer.modelspec.blocks import BLOCKS, AnyBlock
+from jinfer.modelspec.eagle_head import HiddenTapSpec
 from jinfer.modelspec.table_reader import fields, read_value
-from jinfer.nn.block_registry import build_module
+from jinfer.nn.block_registry import MODULES, build_module
 from tests.modelspec.helpers import values
 
 DIMS = {
@@ -47,7 +48,12 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cls", MODULES)
+def test_every_block_of_the_language_has_a_module() -> None:
+    of_language = {cls for cls in MODULES if cls.__module__.startswith("jinfer.modelspec")}
+    assert of_language - {HiddenTapSpec} == set(BLOCKS)
+
+
+@pytest.mark.parametrize("cls", BLOCKS)
 def test_axes(cls: Any) -> None:
     (kind,) = get_args(fields(cls)["kind"][1])
     table = {"kind": kind, **GIVEN.get(kind, {})}

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.cpu import build_library
-from jinfer.modelspec import blocks
+from jinfer.modelspec import feed_forward_blocks
 from jinfer.nn.feed_forward import MLP, Activation, GatedMLP, Gating
 from jinfer.nn.projections import Linear
 from jinfer.ops.activation import activate
@@ -33,7 +33,7 @@ VALUES = np.concatenate([np.linspace(-12, 12, 97), [-1e4, -100.0, 0.0, 100.0]])
 
 
 def test_every_activation_has_a_definition() -> None:
-    assert set(DEFINITIONS) == set(get_args(blocks.Activation))
+    assert set(DEFINITIONS) == set(get_args(feed_forward_blocks.Activation))
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -45,7 +45,7 @@ def test_activation(name: str) -> None:
             got = np.asarray(activate(name, x))
         assert_allclose(got, wanted, rtol=1e-5, atol=2e-6)
         assert_allclose(got[np.abs(VALUES) < 4], wanted[np.abs(VALUES) < 4], rtol=2e-5, atol=2e-8)
-    block = blocks.ActivationSpec(kind="activation", function=name)  # type: ignore[arg-type]
+    block = feed_forward_blocks.ActivationSpec(kind="activation", function=name)  # type: ignore[arg-type]
     assert np.array_equal(Activation(block, jnp.float32)(x), activate(name, x))
 
 
@@ -80,7 +80,9 @@ def test_activation_of_bfloat16_is_computed_in_float32(name: str) -> None:
 def test_gated(name: Any, keys: dict[str, Any]) -> None:
     """Over a grid of both inputs, far beyond where the clamped one cuts."""
     gate, up = (side.ravel() for side in np.meshgrid(VALUES, VALUES[::4]))
-    block = blocks.GatedMLPSpec(kind="gated", inputs=1, width=1, activation=name, **keys)
+    block = feed_forward_blocks.GatedMLPSpec(
+        kind="gated", inputs=1, width=1, activation=name, **keys
+    )
     assert block.check() is None
     got = Gating.of(block)(on_device(gate, jnp.float32), on_device(up, jnp.float32))
     gate, up = (np.asarray(np.float32(x), np.float64) for x in (gate, up))
@@ -114,11 +116,13 @@ def test_block(kind: Any, bias: bool) -> None:
     sizes: Any = {"inputs": 6, "width": 10, "bias": bias}
     module: MLP | GatedMLP
     if kind == "mlp":
-        module = MLP(blocks.MLPSpec(kind="mlp", activation="relu2", **sizes), jnp.float32)
+        module = MLP(
+            feed_forward_blocks.MLPSpec(kind="mlp", activation="relu2", **sizes), jnp.float32
+        )
         up, down = fill(module.up, rng), fill(module.down, rng)
         wanted = down(numpy_blocks.relu_squared(up(wide)))
     else:
-        module = GatedMLP(blocks.GatedMLPSpec(kind="gated", **sizes), jnp.float32)
+        module = GatedMLP(feed_forward_blocks.GatedMLPSpec(kind="gated", **sizes), jnp.float32)
         gate, up, down = fill(module.gate, rng), fill(module.up, rng), fill(module.down, rng)
         wanted = down(numpy_blocks.silu(gate(wide)) * up(wide))
     assert_allclose(module(on_device(x)), wanted, rtol=1e-5, atol=1e-4)

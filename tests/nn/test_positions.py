@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.blocks import (
+from jinfer.modelspec.position_blocks import (
     AlibiSpec,
     LearnedPositionsSpec,
     RopeScalingSpec,

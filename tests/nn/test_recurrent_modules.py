@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jinfer.modelspec.blocks import BonusSpec
+from jinfer.modelspec.recurrent_blocks import BonusSpec
 from jinfer.nn.recurrent_modules import Bonus, unit_length
 
 HEADS, DIM = 16, 128

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.blocks import MoESpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.nn.feed_forward import Router
 from jinfer.ops.moe import route
 from tests.arrays import on_device

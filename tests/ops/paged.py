@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
+from jinfer.modelspec.quant_format import parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     AttentionMetadata,

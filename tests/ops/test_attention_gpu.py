@@ -10,8 +10,7 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
-from jinfer.modelspec.quant_format import FORMATS
+from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention import paged_attention
 from jinfer.ops.attention.kv_cache import (
     BLOCK,

@@ -13,8 +13,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import ISAS
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
-from jinfer.modelspec.quant_format import FORMATS
+from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,
     CacheShape,

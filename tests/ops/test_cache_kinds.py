@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     AttentionMetadata,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
-from jinfer.modelspec.quant_format import parse_format
+from jinfer.modelspec.quant_format import FLOAT_DTYPES, parse_format
 from jinfer.ops import moe
 from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul.lora import Stacks, sorted_by_slot

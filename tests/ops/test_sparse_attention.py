@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.modelspec.cache_dtype import parse_cache_dtype
+from jinfer.modelspec.quant_format import parse_cache_dtype
 from jinfer.ops.attention import sparse
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,

@@ -3,7 +3,7 @@
 import pytest
 
 from jinfer.parallel.cost_model import HARDWARE, best_layout, device_layouts, estimate_decode
-from tools.known_shapes import SHAPES
+from tools.bench_partition import SHAPES
 
 WORK = SHAPES["Llama-2-70B"].work(16)
 A100 = HARDWARE["a100"]

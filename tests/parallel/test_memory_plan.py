@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.inspect.inspect_checkpoint import main as inspect
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.modelspec.model_spec import ModelSpec
@@ -20,10 +21,8 @@ from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, partition_plan
-from tools import bench_partition, inspect
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-PAGE = (GOLDENS.parents[1] / "docs" / "partition.md").read_text(encoding="utf-8")
 TYPE = jnp.dtype(jnp.float32)
 
 
@@ -119,22 +118,14 @@ def test_no_drafts_beside_a_cache_on_the_host() -> None:
 
 def test_what_a_plan_of_a_card_says(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--partition", "0", "--set", "partition.host_kv_cache=0.5"]
-    assert inspect.main([str(GOLDENS / "llama2"), *more]) == 0
+    assert inspect([str(GOLDENS / "llama2"), *more]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^host +0 B +0 B +0 B +[\d.]+ [KM]iB ", out, re.MULTILINE)
     assert re.search(r"^room for [\d,]+ tokens in the cache, [\d,]+ of them on", out, re.MULTILINE)
-    assert inspect.main([str(GOLDENS / "llama2"), "--partition", "0&1", *more[2:]]) == 2
+    assert inspect([str(GOLDENS / "llama2"), "--partition", "0&1", *more[2:]]) == 2
     error = capsys.readouterr().err
     assert "host_kv_cache: a stage of several devices has its cache on them" in error
     assert error.count("\n") == 1
-
-
-def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the page shows of 34B and 40B models is what the plan says."""
-    assert bench_partition.main(["--memory"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.strip() in PAGE
-    assert "set partition.streamed_layers = " in printed
 
 
 def test_it_is_printed_before_loading(capsys: pytest.CaptureFixture[str]) -> None:

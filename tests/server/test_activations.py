@@ -184,7 +184,7 @@ def test_bytes_are_bounded(running: Running) -> None:
         assert "11520 bytes of activations would be captured" in error["message"]
         vectors = [{"name": STREAM, "vector": VECTOR.tolist()}] * 45
         kept = post(running, "/v1/steering", name="many", vectors=vectors).json()["error"]
-        assert "steering vectors may have 11264 bytes" in kept["message"]
+        assert "steering vectors may take 11264 bytes" in kept["message"]
     finally:
         object.__setattr__(service, "settings", SETTINGS)
 

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.server.app import open_stores
 from jinfer.server.core.service import Service
 from jinfer.server.http.http_errors import RunsElsewhereError

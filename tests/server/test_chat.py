@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from jinfer import SamplingParams
-from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.completion import Usage
 from jinfer.server.core import usage
 from tests.server.running import Running
 

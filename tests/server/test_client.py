@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from jinfer.cli.remote.chat_request import sampling_fields
-from jinfer.cli.remote.http_client import ServerConnection
-from jinfer.cli.remote.remote_chat import RemoteChat
-from jinfer.cli.terminal.line_input import TypedInput
+from jinfer.cli.terminal.chat_loop import TypedInput
+from jinfer.cli.terminal.http_client import ServerConnection
+from jinfer.cli.terminal.remote_chat import RemoteChat, sampling_fields
 from jinfer.client import main
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams
@@ -133,7 +132,7 @@ def test_every_parameter_is_a_field_of_the_service() -> None:
         (["Hi", "--url", "unix:/nowhere/s"], "unix:/nowhere/s: cannot be reached: No such file"),
         (["Hi", "--url", "ftp://x"], "ftp://x: write http://HOST:PORT"),
         (["Hi", "--url", "http://x:y"], "http://x:y: is no address: "),
-        (["Hi", "--api-key", "a\nb"], "--api-key: a key has letters"),
+        (["Hi", "--api-key", "a\nb"], "--api-key: a key has printable"),
         (["Hi", "--logprobs", "2"], "--logprobs needs --json"),
         (["--json"], "--json needs a question"),
         (["Hi", "--greedy", "--seed", "1"], "--greedy with --seed: "),
@@ -161,7 +160,7 @@ def test_no_question(ask: Any) -> None:
     assert ask(stdin=io.StringIO("\n")) == (
         2,
         "",
-        "error: there is no question; write one, or send a text through a pipe\n",
+        "error: there is no question; write one, or pipe a text to the command\n",
     )
     binary = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8")
     assert ask(stdin=binary)[2] == "error: standard input: is no text in UTF-8\n"
@@ -213,7 +212,11 @@ def scripted() -> Iterator[tuple[str, type[Scripted]]]:
     ("status", "content", "told"),
     [
         (200, b'data: {"error": {"message": "no\\nmemory"}}\n\n', "no memory"),
-        (200, b'data: {"choices": []}\n\n', "{url}: the answer broke off"),
+        (
+            200,
+            b'data: {"choices": []}\n\n',
+            "{url}: the connection closed in the middle of the answer",
+        ),
         (200, b"data: 5\n\n", "the server's answer is no JSON object: b'5'"),
         (400, b'{"error": "plain"}', "plain"),
         (422, b'{"detail": "field required"}', "field required"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.server.http.server_settings import ModelSource
 from jinfer.server.models.model_registry import ModelRegistry

@@ -109,7 +109,7 @@ def test_models_are_loaded_and_unloaded_by_name(running: Running, http: httpx.Cl
     assert done(http, "/models/unload", model="one").json() == {"success": True}
     assert state(http, "one") == "unloaded"
     assert llm.session.closed
-    assert not llm.session.engine.leaves
+    assert not llm.session.engine.runner.leaves
     assert http.post("/models/load", json={"model": "four"}).status_code == 404
     assert http.post("/models/load", json={}).status_code == 400
     refused = http.post("/models/load", json={"model": "empty"})

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jinfer import SamplingParams
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.server.serve_flags import named_functions
 from tests.server.running import Running
 from tests.server.test_operation import until

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.http.metrics import RequestTimer

@@ -20,7 +20,7 @@ import orjson
 import pytest
 
 from jinfer import serve
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.server import run_server
 from jinfer.server.http import request_log
 from tests.server.running import GOLDENS, ROOT

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.thinking_choice import UNLIMITED, ThinkingChoice, choose_thinking

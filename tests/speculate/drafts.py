@@ -60,10 +60,8 @@ class RandomTrees(Drafter):
 def speculating(llm: LLM, *drafters: Drafter, nodes: int | None = 8) -> Iterator[DraftCounts]:
     """The model with drafts; gives the counts of these alone."""
     engine = llm.session.engine
-    engine.speculator, engine.drafted = (
-        SpeculativeDecoder(drafters, DraftLength(nodes)),
-        DraftCounts(),
-    )
+    engine.speculator = SpeculativeDecoder(engine, drafters, DraftLength(nodes))
+    engine.drafted = DraftCounts()
     try:
         yield engine.drafted
     finally:

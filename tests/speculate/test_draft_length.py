@@ -9,8 +9,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.sampling.sampler_chain import sampler_sets
-from jinfer.speculate.backoff import Backoff
-from jinfer.speculate.draft_length import DraftLength, RunningMean
+from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.replay_drafter import ReplayDrafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
 from tests.engine.test_schedules import STORIES
@@ -136,10 +135,10 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         # Those for answers under a grammar, or with rare stages, are for nobody here.
         keys = [
             key
-            for key in speculation._step_keys(engine)
+            for key in speculation._step_keys()
             if not key.masked and key.stages == sampler_sets()[0]
         ]
-        for future in engine.programs.announce(keys):
+        for future in engine.runner.programs.announce(keys):
             future.result()
         same(alone(stories, prompts, params), plain)
     assert drafted.accepted == (drafted.drafted if accuracy else 0)

@@ -12,7 +12,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.suffix_tree import SuffixDrafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
-from jinfer.speculate.tree_blocks import first_path
+from jinfer.speculate.tree_batch import first_path
 from tests.engine.test_schedules import GOLDENS, SMOLLM2, STORIES
 from tests.speculate.drafts import alone, ids, same
 

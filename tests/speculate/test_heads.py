@@ -15,7 +15,7 @@ from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention.kv_cache import BLOCK, zero_cache
-from jinfer.speculate.head_drafter import HeadDrafter
+from jinfer.speculate.eagle_drafter import EagleDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.arrays import on_device
 from tests.families.llama_line import (
@@ -32,15 +32,15 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=
 DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=0.8, seed=3)
 
 
-def head_of(llm: LLM) -> HeadDrafter:
+def head_of(llm: LLM) -> EagleDrafter:
     speculation = llm.session.engine.speculator
     assert isinstance(speculation, SpeculativeDecoder)
     (head,) = speculation.drafters
-    assert isinstance(head, HeadDrafter)
+    assert isinstance(head, EagleDrafter)
     return head
 
 
-def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
+def given_by(head: EagleDrafter, vectors: Floats) -> Floats:
     """A head's logits in places 0, 1, ... of TOKENS from the second one on."""
     count = len(vectors)
     assert count <= 2 * BLOCK
@@ -48,21 +48,21 @@ def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     @jax.jit  # one program, where each operation would be one
     def computed(parameters: Any, tokens: jax.Array, vectors: jax.Array) -> jax.Array:
         every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
-        groups = head.programs.sizes.blocks
+        groups = head.runner.programs.sizes.blocks
         tables = {group: jnp.arange(2, dtype=jnp.int32)[None] for group in groups}
         at = ForwardBatch.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
-        module = head.model.module(parameters)
+        module = head.runner.model.module(parameters)
         # In float32, which a head's own cache is not: it only drafts.
-        cache = zero_cache(head.model.caches, 2, jnp.float32)
+        cache = zero_cache(head.runner.model.caches, 2, jnp.float32)
         out, _ = module.decode_all(tokens, at, cache, None, module.project_hidden(vectors))
         return out["logits"]
 
     tokens = on_device(AHEAD[:count], jnp.int32)
     given = on_device(vectors, jnp.float32)
-    return np.asarray(computed(head.parameters, tokens, given), np.float64)
+    return np.asarray(computed(head.runner.parameters, tokens, given), np.float64)
 
 
-def kept_by(llm: LLM, head: HeadDrafter) -> Floats:
+def kept_by(llm: LLM, head: EagleDrafter) -> Floats:
     """What the target's layers gave of TOKENS, as the head is given it while it drafts."""
     seen: list[Floats] = []
     plain = head._vectors

@@ -129,7 +129,7 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
         assert measured.knows(1)
         assert not measured.chances
         assert (llm.stats().drafts, llm.stats().blocks_held) == (0, 0)
-        programs = [llm.session.engine.programs, speculation.drafters[1].programs]
+        programs = [llm.session.engine.runner.programs, speculation.drafters[1].programs]
         made = [one.compilations for one in programs]
         for nodes in (2, 3, 5, 8, 13, 16, None):
             speculation.draft_length = DraftLength(nodes)
@@ -148,7 +148,7 @@ def test_explained(capfd: Any) -> None:
     assert "tokens drafted" in err
     assert "right by depth: " in err
     assert main([*asked, "--explain-speculation"]) == 2
-    assert "nobody drafts" in capfd.readouterr().err
+    assert "there is no draft source" in capfd.readouterr().err
     assert main([*asked, "--json", "--explain-speculation"]) == 2
 
 

@@ -1,18 +1,14 @@
-"""Templates that loop or grow without end stop soon, and in little memory."""
+"""Templates that loop or grow without end are stopped soon, and in little memory."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 import time
+from pathlib import Path
 
-import jinja2
 import pytest
 
-from jinfer.template import ChatTemplate, TemplateError, compiled_template, template_limits
-from jinfer.template.render import compile_source
-
-from .test_chat_template import EXPECTED
+from jinfer.template import ChatTemplate, TemplateError, chat_template
 
 _GROW = "{{% set ns = namespace(s={start}) %}}{{% for i in range(200) %}}{step}{{% endfor %}}{end}"
 
@@ -49,12 +45,11 @@ SIZE = (
     grow("[1]", "ns.s * 2"),
     grow("[1]", "[ns.s, ns.s]", "{{ ns.s }}"),
     grow("[1]", "(ns.s, ns.s)", "{{ ns.s|tojson }}"),
-    grow("1", "{'a': ns.s, 'b': ns.s}", "{{ ns.s == {} }}"),
+    grow("1", "{'a': ns.s, 'b': ns.s}", "{{ ns.s }}"),
     grow("1", "dict(a=ns.s, b=ns.s)", "{{ ns.s }}"),
     grow("1", "{}.fromkeys('ab', ns.s)", "{{ ns.s }}"),
     grow("1", "namespace(a=ns.s, b=ns.s)", "{{ ns.s }}"),
     grow("3", "ns.s * ns.s"),
-    "{% set ns = namespace() %}{% set ns.a = [ns, ns] %}{{ ns }}",
     "{% for i in range(99999) %}{% for j in range(99) %}literal text{% endfor %}{% endfor %}",
     "{{ 9 ** (9 ** 9) }}",
     "{{ 'x' * 10000000000 }}",
@@ -104,58 +99,58 @@ STEPS = (  # one step of the interpreter, for ever
 )
 
 
-@pytest.mark.parametrize("source", TIME + SIZE)
-def test_ends_soon(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
-    start = time.thread_time()
+def peak(process: int) -> int:
+    """Bytes of memory that a process had at most."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmHWM")
+
+
+@pytest.mark.parametrize("source", TIME + SIZE + STEPS)
+def test_hostile_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time, and without memory of this process; the next template is served."""
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.2)
+    own, begun = time.process_time(), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(TemplateError):
         ChatTemplate(source).render([])
-    assert time.thread_time() - start < 2  # one step beyond the limit may be long
+    assert time.process_time() - own < 1
+    assert time.monotonic() - begun < 30
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # of processes that have ended
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert ChatTemplate("{{ 7.25|round(1) }}").render([]) == "7.2"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        # One of each filter or method; each takes as long as it may before it is stopped.
-        pytest.param(step, marks=[pytest.mark.soak] if number in (1, 2, 5) else [])
-        for number, step in enumerate(STEPS)
-    ],
-)
-def test_a_step_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
-    start = time.monotonic()
-    # A fast processor gets as far as the bound on memory within this time.
-    with pytest.raises(TemplateError, match=r"takes too long|too much memory"):
-        ChatTemplate(source).render([])
-    assert time.monotonic() - start < 30  # of it, 3 are the other process's own
-    assert ChatTemplate("{{ 7.25|round(1) }}").render([]) == "7.2"  # the next one is served
+def test_time_limit_is_a_second() -> None:
+    assert ChatTemplate("{{ 1 }}").render([]) == "1"  # the process has started
+    begun = time.monotonic()
+    with pytest.raises(TemplateError, match="rendering takes too long"):
+        ChatTemplate(TIME[0]).render([])
+    assert time.monotonic() - begun >= 1
 
 
-def test_a_long_template_is_compiled_where_it_can_be_stopped() -> None:
-    start, own = time.monotonic(), time.thread_time()
-    with pytest.raises(TemplateError, match="compile"):
+def test_memory_limit() -> None:
+    with pytest.raises(TemplateError, match="rendering needs too much memory"):
+        ChatTemplate("{{ 'x' * 10000000000 }}").render([])
+    most = "{{ ('x' * 100000000)|length }}"
+    assert ChatTemplate(most).render([]) == "100000000"
+    process = chat_template._child._process
+    assert process is not None
+    assert peak(process.pid) < 200 << 20
+
+
+def test_long_template_is_compiled_within_limits() -> None:
+    begun, own = time.monotonic(), time.process_time()
+    with pytest.raises(TemplateError, match="compiling"):
         ChatTemplate("{% macro a() %}{% endmacro %}" * 20_000)
-    assert time.thread_time() - own < 0.5
-    assert time.monotonic() - start < 60
+    assert time.process_time() - own < 0.5
+    assert time.monotonic() - begun < 60
     long = "{# " + "x" * 100_000 + " #}{{ messages[0].content }}"
     assert ChatTemplate(long).render([{"role": "user", "content": "é"}]) == "é"
 
 
-def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-
-    def count(source: str) -> jinja2.Template:
-        compiled.append(source)
-        return compile_source(source)
-
-    monkeypatch.setattr(compiled_template, "compile_source", count)
-    for number in range(5):
-        source = "{{ messages|length }} of one source"
-        assert ChatTemplate(source).render([{}] * number) == f"{number} of one source"
-    assert len(compiled) == 1
-
-
-def test_what_runs_in_its_own_process_is_the_same_and_says_what_it_cannot_be_given() -> None:
+def test_values_have_types_of_json() -> None:
     source = "{{ 2.7|round }} {{ '%s-%03d' % (v, 7) }} {{ messages[0].content|wordcount }}"
     messages = ({"role": "user", "content": "one two \ud800"},)
     assert ChatTemplate(source).render(messages, v=["z"]) == "3.0 ['z']-007 2"
@@ -170,56 +165,7 @@ def test_what_runs_in_its_own_process_is_the_same_and_says_what_it_cannot_be_giv
         ChatTemplate(source).render(messages, v=deep)
 
 
-def test_known_templates_need_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> str:
-        raise AssertionError("rendered in a process of its own")
-
-    monkeypatch.setattr(compiled_template, "render_in_sandbox", refuse)
-    for case in EXPECTED["cases"]:
-        template = ChatTemplate(
-            EXPECTED["templates"][case["template"]], variables=EXPECTED["variables"]
-        )
-        if case["error"] is None:
-            template.render(
-                EXPECTED["conversations"][case["conversation"]],
-                tools=EXPECTED["tools"] if case["tools"] else None,
-                add_generation_prompt=case["add_generation_prompt"],
-            )
-
-
-def test_the_limit_is_a_second() -> None:
-    start = time.thread_time()
-    with pytest.raises(TemplateError, match="the template ran for more than 1 s"):
-        ChatTemplate(TIME[0]).render([])
-    assert 1 <= time.thread_time() - start < 2
-
-
-def test_memory_is_bounded() -> None:
-    """All of them in a process that may not have more than 1.5 GiB beyond its imports."""
-    program = (
-        "import resource, sys\n"
-        "from jinfer.template import ChatTemplate, TemplateError\n"
-        "from tests.template.test_bounds import SIZE\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "limit = used + 1536 * 2**20\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "for source in SIZE:\n"
-        "    try:\n"
-        "        ChatTemplate(source).render([])\n"
-        "    except TemplateError as error:\n"
-        "        assert 'memory' not in str(error).lower() or '/ 0' in source, source\n"
-        "    else:\n"
-        "        raise AssertionError(source)\n"
-    )
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the size of a process is read from /proc")
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_long_conversation_is_within_the_limits() -> None:
+def test_long_conversation_is_within_the_limits() -> None:
     source = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
         "{{ '<' ~ m.role ~ '>' + m.content|trim + '</s>' }}{% endfor %}{{ ns.n }}"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.template import ChatTemplate, TemplateError, template_limits
-from jinfer.template.jinja_sandbox import BoundedEnvironment
+from jinfer.template import ChatTemplate, TemplateError, chat_template, render_child
 
 from ..hostile import EXAMPLES, endures, many
 from .test_chat_template import EXPECTED
@@ -18,7 +17,7 @@ MESSAGES = [
     {"role": "user", "content": "Hi %(a)4000000000d {0:9999999} \ud800 <|im_end|>"},
     {"role": "assistant", "content": "x" * 2000},
 ]
-FILTERS = st.sampled_from(sorted(BoundedEnvironment().filters.keys() - {" tick", " sized"}))
+FILTERS = st.sampled_from(sorted(render_child._environment().filters))
 METHODS = st.sampled_from(
     sorted({name for kind in (str, list, dict, int, tuple) for name in dir(kind)})
 )
@@ -31,7 +30,7 @@ ATOMS = st.sampled_from(
      "strftime_now('%Y')", "'é' * 99999", "'\\n' * 99999", "messages[0].content[::-1]"]
 )  # fmt: skip
 BINARY = st.sampled_from(["+", "-", "*", "/", "//", "%", "**", "~", "==", "!=", "<", "in", "or"])
-TESTS = st.sampled_from(sorted(BoundedEnvironment().tests))
+TESTS = st.sampled_from(sorted(render_child._environment().tests))
 
 
 def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -73,7 +72,7 @@ TEMPLATES = st.recursive(OUTPUTS, longer, max_leaves=4)
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_random_templates(tmp_path: Path, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.05)
     file = tmp_path / "template"
 
     @many(examples)
@@ -90,7 +89,7 @@ def test_random_templates(tmp_path: Path, examples: int, monkeypatch: pytest.Mon
 def test_damaged_known_templates(
     tmp_path: Path, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.05)
     file = tmp_path / "template"
     sources = st.sampled_from(sorted(EXPECTED["templates"].values()))
     pieces = EXPRESSIONS | st.sampled_from(["{%", "%}", "{{", "}}", "endfor", "'", "-", "(", "|"])

@@ -155,8 +155,8 @@ def test_what_is_not_trusted_is_tried_and_then_the_same(monkeypatch: pytest.Monk
         tried.append(path)
         known(path, *rest)
 
-    known: Callable[..., None] = load.__dict__["check_in_sandbox"]
-    monkeypatch.setattr(load, "check_in_sandbox", count)
+    known: Callable[..., None] = load.__dict__["_check_in_sandbox"]
+    monkeypatch.setattr(load, "_check_in_sandbox", count)
     for number, name in enumerate(("tok_llama3", "tok_spm_bpe", "tok_wordpiece"), 1):
         usual = load_tokenizer(GOLDENS / name)
         assert len(tried) == number - 1

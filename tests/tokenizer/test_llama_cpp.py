@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.bench.llama_peer import ask
 from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import Tokenizer, load_tokenizer
-from tools.llama_peer import ask
 
 TEXTS = 300
 NAMES = (

@@ -25,4 +25,4 @@ def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_another_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_lora.main([str(GOLDENS / "llama2")]) == 2
-    assert "is no GGUF file; write one with jinfer bench models" in capsys.readouterr().err
+    assert "is no GGUF file; write one with tools/bench_models.py" in capsys.readouterr().err

@@ -7,8 +7,7 @@ import pytest
 
 from jinfer.ops.backend import target_platform
 from tools import bench_programs
-from tools.bench_programs import LLAMA_3_8B, bytes_read, llama, operations
-from tools.kernel_profile import kernels_of, lines
+from tools.bench_programs import LLAMA_3_8B, bytes_read, kernels_of, lines, llama, operations
 
 TINY = {
     **LLAMA_3_8B,

@@ -7,19 +7,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jinfer.engine.output.completion import Completion, TokenLogprob, Usage
 from jinfer.engine.output.draft_trace import Steps
-from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.engine.output.generation import Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.scheduling.sequence import DraftedStep
 from jinfer.views import View
 from jinfer.views.activation_outliers import draw_outliers, largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives
 from jinfer.views.attention_maps import draw_patterns
 from jinfer.views.draft_trees import draw_speculation
-from jinfer.views.expert_loads import ExpertLoads, draw_loads
-from jinfer.views.layer_lens import Lens, draw_lens
 from jinfer.views.logit_attribution import Attribution, draw_attribution
+from jinfer.views.logit_lens import Lens, draw_lens
 from jinfer.views.memory_use import MemoryUse, draw_memory
+from jinfer.views.router_load import ExpertLoads, draw_loads
 from jinfer.views.strategy_table import USUAL, Answered, draw_strategies
 from jinfer.views.token_likelihoods import draw_tokens
 from jinfer.views.weight_errors import WeightErrors, draw_errors

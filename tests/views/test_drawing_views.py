@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jinfer import RequestError
-from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.markup.html_page import page
+from jinfer.engine.output.completion import TokenLogprob
+from jinfer.html.html_page import page
 from jinfer.views.activation_outliers import largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives
 from jinfer.views.attention_maps import head_scores
-from jinfer.views.layer_lens import Lens, draw_lens
 from jinfer.views.logit_attribution import Attribution, draw_attribution
+from jinfer.views.logit_lens import Lens, draw_lens
 from jinfer.views.memory_use import MemoryUse, draw_memory
 from jinfer.views.token_likelihoods import draw_tokens
 from jinfer.views.value_grid import grid
@@ -29,12 +29,12 @@ MADE = views()
 NAMES = sorted(MADE)
 
 
-def test_every_view_is_looked_at() -> None:
+def test_every_view_is_tested() -> None:
     assert set(VIEWS) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_view_is_well_formed_and_needs_nothing_else(name: str, tmp_path: Path) -> None:
+def test_view_is_well_formed_and_self_contained(name: str, tmp_path: Path) -> None:
     """Markup is XML, whatever tokens are; nothing in it is fetched, and no token becomes markup."""
     view = MADE[name]
     shown = view._repr_html_()
@@ -55,7 +55,7 @@ def test_a_view_is_well_formed_and_needs_nothing_else(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_are_a_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_have_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = MADE[name].table()
     assert len({len(column) for column in table.values()}) == 1
     made = ModuleType("pandas")
@@ -64,7 +64,7 @@ def test_numbers_are_a_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(MADE[name].to_pandas()) == list(table)
 
 
-def test_what_cannot_be_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(RequestError, match=r"^to_pandas needs pandas: pip install pandas$"):
         MADE["lens"].to_pandas()
@@ -88,7 +88,7 @@ def cells(view: Any) -> list[list[tuple[str, str, str]]]:
     ]
 
 
-def test_a_lens_says_what_it_saw() -> None:
+def test_logit_lens() -> None:
     logprobs = np.log(np.array([[[0.5, 0.25], [0.9, 0.05]], [[0.6, 0.3], [0.2, 0.1]]]))
     ids = np.array([[[0, 1], [2, 0]], [[1, 0], [2, 1]]])
     texts = {0: " a", 1: "b\n", 2: SCRIPT}
@@ -123,7 +123,7 @@ def test_attributions_add_up() -> None:
     assert rows[-1][-1][0] == "+2.75"
 
 
-def test_a_matrix_of_ones_own() -> None:
+def test_grid_of_own_values() -> None:
     view = grid([[1.0, -2.0], [np.nan, 0.0]], ["a", " b"], ["\n", "<"], "t")  # type: ignore[arg-type]
     rows = cells(view)
     assert [[text for text, _, _ in row] for row in rows] == [["1.00", "-2.00"], ["nan", "0.00"]]
@@ -172,7 +172,7 @@ def test_tokens_and_their_perplexity() -> None:
     assert "<span>&lt;s&gt;</span>" in shown
 
 
-def test_branches_leave_where_they_left() -> None:
+def test_alternatives_branch_at_their_token() -> None:
     answer = [TokenLogprob(at, text, nat(0.5)) for at, text in enumerate(["a", "b", "c"])]
     view = draw_alternatives("p", answer, [Branch(1, [TokenLogprob(9, "B", nat(0.25))], True)])
     root = ElementTree.fromstring(view._repr_html_())

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jinfer.cli.terminal import INTERRUPTED
-from jinfer.guard.process_limits import limit_reason
+from jinfer.sandbox.process_limits import limit_reason
 
 _stuck = False  # set where threads may wait for others that could not be started
 
 
 def run_for_status(command: Callable[[], int]) -> int:
-    """Runs a command; returns its exit status, also after Ctrl-C, a closed pipe or a limit."""
+    """Run a command; return its exit status, also after Ctrl-C, a closed pipe or a limit."""
     global _stuck
     try:
         return command()
@@ -29,8 +29,8 @@ def run_for_status(command: Callable[[], int]) -> int:
         _print_no_more()
         return 1
     except (MemoryError, ImportError, RuntimeError, OSError) as error:
-        if (said := limit_reason(error)) is not None:
-            print(f"error: {said}", file=sys.stderr)
+        if (reason := limit_reason(error)) is not None:
+            print(f"error: {reason}", file=sys.stderr)
             _stuck = True
             return 2
         if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
@@ -46,7 +46,7 @@ def _print_no_more() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits the process; without waiting for compilation after Ctrl-C.
+    """Exit the process; without waiting for compilation after Ctrl-C.
 
     Nor after a process limit was reached: threads may wait for others that never started.
     """

@@ -69,7 +69,7 @@ def merge_alternatives(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, chat: bool) -> None:
-    """Checks that flags do not conflict, before anything is opened.
+    """Check that flags do not conflict, before anything is opened.
 
     Args:
         chat: whether it is a chat, with or without the flag.
@@ -99,14 +99,14 @@ def check(options: argparse.Namespace, chat: bool) -> None:
 
 
 def check_pairs(given: Collection[str]) -> None:
-    """Checks given sampling flags for conflicts. Raises `FlagError`."""
+    """Check given sampling flags for conflicts. Raises `FlagError`."""
     for never in _CONFLICTS:
         if never.flag in given and (other := _first(never.others, given)):
             raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
 
 
 def _check_settings(options: argparse.Namespace) -> None:
-    """Rejects --set beside a flag that sets the same key."""
+    """Reject --set of a key that a flag sets as well."""
     keys = {f"generation.{name}": name for name in sampling(options)}
     keys |= {key: name for key, name in FLAG_OF_KEY.items() if getattr(options, name) is not None}
     if options.system is not None:
@@ -117,7 +117,7 @@ def _check_settings(options: argparse.Namespace) -> None:
 
 
 def check_effects(given: Collection[str], params: SamplingParams) -> None:
-    """Checks that sampling parameters from flags have an effect, given all parameters of a request.
+    """Check that sampling parameters from flags have an effect, given all parameters of a request.
 
     Raises:
         FlagError: one has no effect.

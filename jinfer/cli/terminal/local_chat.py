@@ -12,7 +12,7 @@ from jinfer.cli.terminal import chat_loop, show_answer
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 from jinfer.template.chat_prompt import Message
@@ -37,12 +37,12 @@ class LocalChat(chat_loop.ChatSession):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
-        """Answers a message."""
+        """Answer a message."""
         params = self.params()
-        asked: Message = {"role": "user", "content": message}
-        room = self.llm.session.room
+        question: Message = {"role": "user", "content": message}
+        room = self.llm.session.capacity
         ids, kept = drop_oldest_turns(
-            self.llm.encode_chat, [*self.answered_messages(), asked], room, params.max_tokens
+            self.llm.encode_chat, [*self.answered_messages(), question], room, params.max_tokens
         )
         if dropped := len(self.answered_messages()) + 1 - len(kept):
             print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
@@ -73,8 +73,9 @@ class LocalChat(chat_loop.ChatSession):
         """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
+        capacity = self.llm.session.capacity
         return [
-            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.session.room} tokens",
+            f"{plural(len(self.messages), 'message')}, {used} of {capacity} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]
@@ -99,8 +100,8 @@ def drop_oldest_turns(
         RequestError: the last question alone is too long.
     """
     kept = list(messages)
-    wanted = min(max_tokens or room, room // _SHARE)
-    while len(ids := encode(kept)) + wanted > room:
+    reserved = min(max_tokens or room, room // _SHARE)
+    while len(ids := encode(kept)) + reserved > room:
         if not chat_loop.drop_oldest_turn(kept):
             break
     if len(ids) >= room:
@@ -117,10 +118,10 @@ def rates(usage: Usage, compiled: float) -> str:
     return f"{waited}{show_answer.rates(usage)}"
 
 
-def _mark(chunks: Sequence[Chunk], asked: bool, most: int) -> str:
+def _mark(chunks: Sequence[Chunk], limited: bool, max_tokens: int) -> str:
     """The mark after an answer that a limit cut."""
     if not chunks or chunks[-1].finish_reason != "length":
         return ""
-    if asked:
-        return f" [cut off: max_tokens is {most}; /set max_tokens=none for no limit]"
+    if limited:
+        return f" [cut off: max_tokens is {max_tokens}; /set max_tokens=none for no limit]"
     return " [cut off: the context is full; go on, and old messages will be dropped]"

@@ -27,22 +27,22 @@ from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.progress import task
-from jinfer.runtime.interrupts import interrupts_raised
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
+from jinfer.startup.imports import interrupts_raised
 
 MAX_PROMPT = 64 << 20  # bytes
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status. A user's mistake is one line and status 2."""
+    """Run the command; return its exit status. A user's mistake is one line and status 2."""
     try:
         options = merge_alternatives(options)
         silent = options.prompt is None and options.prompt_file is None and options.ids is None
@@ -111,9 +111,7 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
         return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)
     if options.explain_speculation:
-        from jinfer.cli.terminal.explain_speculation import explain
-
-        return explain(llm, ids)
+        return show_answer.explain(llm, ids)
     return _answer(llm, ids, options.json)
 
 
@@ -155,7 +153,7 @@ def _text(file: str | None) -> str:
 
 
 def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
-    """Encodes the first prompt before weights are loaded, so that its errors show early."""
+    """Encode the first prompt before weights are loaded, so that its errors show early."""
     if llm.spec.decoder is None:
         raise RequestError(
             "the model has no decoder and writes no text; for its vectors there are LLM.embed in "
@@ -196,7 +194,7 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
 
 
 def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
-    """Generates several answers, or answers that are known only at the end."""
+    """Generate several answers, or answers that are known only at the end."""
     with task("answering"):
         found = llm.generate(ids, params)
     usage = found[0].usage

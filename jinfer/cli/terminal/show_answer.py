@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jinfer import progress
 from jinfer.api.llm import LLM
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.cli.terminal import INTERRUPTED
+from jinfer.cli.terminal.flag_conflicts import FlagError
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.progress import task
 
 
@@ -22,7 +25,7 @@ def print_answer(
     llm: LLM,
     prompt_tokens: int,
 ) -> bool:
-    """Prints an answer while it is generated; returns whether Ctrl-C stopped it.
+    """Print an answer while it is generated; return whether Ctrl-C stopped it.
 
     Args:
         chunks: receives the chunks; before the first one, Ctrl-C interrupts at once.
@@ -116,7 +119,7 @@ def _entry(
 
 
 def print_report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> None:
-    """Prints what --json asks for: an answer with usage and timings, or a list of several."""
+    """Print what --json asks for: an answer with usage and timings, or a list of several."""
     report = {
         **(answers[0] if len(answers) == 1 else {"answers": answers}),
         "usage": {
@@ -149,3 +152,75 @@ def rates(usage: Usage) -> str:
 
 def _rate(number: float) -> str:
     return f"{number:.{0 if number >= 100 else 1}f}/s"
+
+
+_COLOURS = ("32", "36", "35", "33", "34", "31")  # ANSI codes of text colours
+_PLAIN = "0"
+
+
+def explain(llm: LLM, ids: list[int]) -> int:
+    """Generate an answer; return the exit status. Raises `FlagError` without a draft source."""
+    # Imported here, because it imports Flax, which answers from cached programs do not need.
+    from jinfer.speculate.speculative_decoding import SpeculativeDecoder
+
+    speculator = llm.session.engine.speculator
+    params = llm.params()
+    if not isinstance(speculator, SpeculativeDecoder) or not params.speculation:
+        raise FlagError(
+            "--explain-speculation: there is no draft source; add --set speculation.draft=ngram"
+        )
+    if params.strategy == "beam":
+        raise FlagError("--explain-speculation: nothing is drafted for a beam search")
+    colours, chunks = SourceColours(), list[Chunk]()
+    with (
+        contextlib.closing(llm.stream(ids, params)) as stream,
+        watch_ctrl_c() as pressed,
+    ):
+        for chunk in stream:
+            chunks.append(chunk)
+            text = display_text(llm, chunk.text, chunk.token_ids)
+            progress.write(colours.paint(text, chunk.origin), line_open=True)
+            if pressed():
+                break
+    interrupted = chunks[-1].finish_reason is None
+    usage = usage_of(llm, interrupted)
+    progress.write("\n")
+    accepted, drafted = usage.accepted_tokens, usage.drafted_tokens
+    steps = max(1, usage.completion_tokens - accepted)
+    print(
+        f"{drafted} tokens drafted, {accepted} of them right; "
+        f"{usage.completion_tokens / steps:.2f} tokens a step",
+        *acceptance_table({} if usage.speculation is None else usage.speculation.tried()),
+        f"colours: {colours.legend()}",
+        timings(llm, usage),
+        sep="\n",
+        file=sys.stderr,
+    )
+    return INTERRUPTED if interrupted else 0
+
+
+class SourceColours:
+    """Assigns a colour to each draft source, in order of appearance."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def paint(self, text: str, origin: str) -> str:
+        """Colours a text by its draft source; text of the model itself stays plain."""
+        if not origin or not text:
+            return text
+        colour = self._of.setdefault(origin, _COLOURS[len(self._of) % len(_COLOURS)])
+        return f"\x1b[{colour}m{text}\x1b[{_PLAIN}m"
+
+    def legend(self) -> str:
+        """The legend of the colours."""
+        return ", ".join(self.paint(origin, origin) for origin in self._of) or "none"
+
+
+def acceptance_table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequence[str]:
+    """The acceptance rate of each draft source by depth, given that the parent was accepted."""
+    lines = []
+    for source, depths in sorted(tried.items()):
+        each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
+        lines.append(f"{source}, right by depth: {' '.join(each)}")
+    return lines

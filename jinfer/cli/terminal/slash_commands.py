@@ -11,10 +11,10 @@ from typing import Any
 
 from jinfer.api.prompt_inputs import parse_messages
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
 from jinfer.template.chat_prompt import Message
 
 MAX_BYTES = 16 << 20  # of a saved conversation
@@ -38,7 +38,7 @@ class Chat(ABC):
 
     @abstractmethod
     def answer(self, message: str) -> None:
-        """Answers a message.
+        """Answer a message.
 
         After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
         unanswered.
@@ -69,7 +69,7 @@ class SlashCommand:
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs a line that begins with /. Raises `RequestError`."""
+    """Run a line that begins with /. Raises `RequestError`."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
     command = COMMANDS.get(ALIASES.get(name, name))
@@ -108,11 +108,11 @@ def _undo(chat: Chat, rest: str) -> None:
 
 def _retry(chat: Chat, rest: str) -> None:
     params, before = chat.params(), chat.messages
-    asked = _remove_last_question(chat)
+    question = _remove_last_question(chat)
     if not params.draws or params.seed is not None:
         print("(the same answer comes again: /set temperature=0.8, or /set seed=none)")
     try:
-        chat.answer(asked)
+        chat.answer(question)
     except BaseException:
         chat.messages = before
         raise
@@ -122,9 +122,9 @@ def _remove_last_question(chat: Chat) -> str:
     """Removes and returns the last question, with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
-            asked = str(chat.messages[place]["content"])
+            question = str(chat.messages[place]["content"])
             chat.messages = chat.messages[:place]
-            return asked
+            return question
     raise RequestError("there is no question yet")
 
 

@@ -12,7 +12,7 @@ _TAB = 8
 
 
 class WrappingWriter:
-    """Writes an answer as it comes.
+    """Write an answer as it comes.
 
     On a terminal, a word that does not fit its line moves to the next one. Elsewhere the text is
     unchanged.
@@ -28,12 +28,12 @@ class WrappingWriter:
         self._word = ""  # an unfinished word of single-width characters
 
     def __call__(self, text: str) -> None:
-        """Writes a piece of an answer."""
+        """Write a piece of an answer."""
         wrapped = self.wrapped(text)  # also advances the column
-        progress.write(wrapped, self.column)
+        progress.write(wrapped, line_open=self.column > 0)
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer's line, with a mark after it."""
+        """End an answer's line, with a mark after it."""
         self.column, self._word = 0, ""
         progress.write(f"{mark}\n")
 

@@ -14,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jinfer.engine.offload.block_bytes import block_nbytes
-from jinfer.engine.offload.block_io import BATCH, scatter
+from jinfer.engine.offload.block_io import BATCH, block_nbytes, scatter
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.prefix_blocks import PrefixBlock, enter, pool_of, prefix_blocks
 from jinfer.engine.scheduling.sequence import RunningSequence
@@ -23,7 +22,8 @@ from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 if TYPE_CHECKING:
-    from jinfer.engine.engine_core import EngineCore
+    from jinfer.engine.runner.model_runner import ModelRunner
+    from jinfer.engine.scheduling.scheduler import Scheduler
 
 _AHEAD = 2 * BATCH  # blocks that are read before they are written to the device
 _READERS = 2
@@ -39,7 +39,7 @@ class _Fetch:
     Attributes:
         needed: all blocks of the prefix.
         waiting: those that have not been asked for.
-        asked: those that have, in order.
+        requested: those that have, in order.
         progress: when the last one came, or the first one was asked for, in seconds of
             `time.monotonic`.
     """
@@ -47,24 +47,24 @@ class _Fetch:
     sequence: RunningSequence
     needed: list[PrefixBlock]
     waiting: deque[PrefixBlock]
-    asked: deque[tuple[PrefixBlock, Future[bytes | None]]] = field(default_factory=deque)
+    requested: deque[tuple[PrefixBlock, Future[bytes | None]]] = field(default_factory=deque)
     progress: float = 0.0
 
 
 class BlockRestorer:
     """Restores blocks for an engine. All methods are called on the engine's thread."""
 
-    def __init__(self, engine: EngineCore, stores: Stores) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, stores: Stores) -> None:
         """Begins to look for what a disk has."""
-        self._engine, self._stores = engine, stores
-        self._blocks = engine.scheduler.blocks
+        self._runner, self._stores = runner, stores
+        self._blocks = scheduler.blocks
         self._fetches: deque[_Fetch] = deque()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="offload-read")
         self._scan: Future[None] | None = None
         if stores.disk is not None:
             self._scan = self._readers.submit(stores.disk.scan)
-        abstract = engine.programs.abstract_rows(1)
-        groups = row_groups(engine.model.caches)
+        abstract = runner.programs.abstract_rows(1)
+        groups = row_groups(runner.model.caches)
         self._nbytes = {group: block_nbytes(abstract, group, 1) for group in groups}
 
     def fetching(self, sequence: RunningSequence) -> bool:
@@ -108,15 +108,15 @@ class BlockRestorer:
             fetch = self._fetches[0]
             self._ask(fetch)
             come = list[tuple[PrefixBlock, bytes | None]]()
-            while len(come) < BATCH and fetch.asked and fetch.asked[0][1].done():
-                one, future = fetch.asked.popleft()
+            while len(come) < BATCH and fetch.requested and fetch.requested[0][1].done():
+                one, future = fetch.requested.popleft()
                 come.append((one, future.result()))
             if come:
                 fetch.progress = time.monotonic()
                 whole = self._write(fetch, come)
-                if whole and (fetch.waiting or fetch.asked):
+                if whole and (fetch.waiting or fetch.requested):
                     return
-            elif fetch.asked:
+            elif fetch.requested:
                 if time.monotonic() < fetch.progress + _PATIENCE:
                     return
                 _log.warning("offloaded blocks do not come; their prompt is computed")
@@ -126,17 +126,17 @@ class BlockRestorer:
         """Waits a moment for the next block; called where there is nothing else to do."""
         if self._scan is not None and not self._scan.done():
             wait([self._scan], timeout=_PAUSE)
-        elif self._fetches and self._fetches[0].asked:
-            wait([self._fetches[0].asked[0][1]], timeout=_PAUSE)
+        elif self._fetches and self._fetches[0].requested:
+            wait([self._fetches[0].requested[0][1]], timeout=_PAUSE)
 
     def _ask(self, fetch: _Fetch) -> None:
         """Has the next blocks read that the device lacks."""
-        while fetch.waiting and len(fetch.asked) < _AHEAD:
+        while fetch.waiting and len(fetch.requested) < _AHEAD:
             one = fetch.waiting.popleft()
             if self._on_device(one) is None:
-                if not fetch.asked:
+                if not fetch.requested:
                     fetch.progress = time.monotonic()
-                fetch.asked.append((one, self._read(one)))
+                fetch.requested.append((one, self._read(one)))
 
     def _read(self, one: PrefixBlock) -> Future[bytes | None]:
         key, stores = block_key(one.group, one.digest), self._stores
@@ -158,24 +158,24 @@ class BlockRestorer:
         """
         contents: dict[str, dict[int, bytes]] = {}
         taken: list[tuple[PrefixBlock, int]] = []
-        room = {group: self._room(fetch, group) for group in {one.group for one, _ in come}}
+        capacity = {group: self._room(fetch, group) for group in {one.group for one, _ in come}}
         whole = True
         for one, content in come:
             if self._on_device(one) is not None:
                 continue
             pool = pool_of(self._blocks, one.group)
-            block = pool.allocate() if content is not None and room[one.group] > 0 else None
+            block = pool.allocate() if content is not None and capacity[one.group] > 0 else None
             if block is None or content is None:
                 self._stores.counts.lost += content is None
                 whole = False
                 break
-            room[one.group] -= 1
+            capacity[one.group] -= 1
             taken.append((one, block))
             contents.setdefault(one.group, {})[block] = content
         if not taken:
             return whole
         try:
-            scatter(self._engine, contents)
+            scatter(self._runner, contents)
         except BaseException:
             for one, block in taken:
                 pool_of(self._blocks, one.group).release(block)
@@ -200,7 +200,7 @@ class BlockRestorer:
 
     def _end(self, fetch: _Fetch) -> None:
         """Ends a fetch; its prompt can be admitted. The prefix stays cached longest."""
-        for _, future in fetch.asked:
+        for _, future in fetch.requested:
             future.cancel()
         self._fetches.remove(fetch)
         for one in reversed(fetch.needed):

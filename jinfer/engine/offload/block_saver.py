@@ -16,8 +16,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinfer.engine.offload.block_bytes import PartRows, block_bytes_of, on_host, rows_nbytes
-from jinfer.engine.offload.block_io import BATCH, gather
+from jinfer.engine.offload.block_io import (
+    BATCH,
+    PartRows,
+    block_bytes_of,
+    gather,
+    on_host,
+    rows_nbytes,
+)
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.block_pool import ignore
 from jinfer.engine.scheduling.prefix_blocks import pool_of
@@ -25,7 +31,8 @@ from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import STATE
 
 if TYPE_CHECKING:
-    from jinfer.engine.engine_core import EngineCore
+    from jinfer.engine.runner.model_runner import ModelRunner
+    from jinfer.engine.scheduling.scheduler import Scheduler
 
 _LAST_SECONDS = 20.0  # that an engine takes for saving what is left when it is closed
 _log = logging.getLogger("jinfer")
@@ -46,18 +53,20 @@ class _Block(NamedTuple):
 class BlockSaver:
     """Saves the blocks of an engine. All methods are called on the engine's thread."""
 
-    def __init__(self, engine: EngineCore, stores: Stores, most: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, stores: Stores, max_bytes: int
+    ) -> None:
         """Listens to the engine's block pools.
 
         Args:
-            most: bytes on their way to a store at a time, at most.
+            max_bytes: bytes on their way to a store at a time, at most.
         """
-        self._engine, self._stores, self._most = engine, stores, most
-        self._blocks = engine.scheduler.blocks
+        self._runner, self._stores, self._most = runner, stores, max_bytes
+        self._blocks = scheduler.blocks
         self._complete: dict[tuple[str, bytes], int] = {}
         self._evicted: list[_Block] = []
         self._under_way = 0  # bytes
-        self._row = rows_nbytes(engine.programs.abstract_rows(1))
+        self._row = rows_nbytes(runner.programs.abstract_rows(1))
         self._saving: set[str] = set()
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
@@ -68,7 +77,7 @@ class BlockSaver:
 
     @property
     def _groups(self) -> list[str]:
-        return row_groups(self._engine.model.caches)
+        return row_groups(self._runner.model.caches)
 
     def _on_full(self, group: str, block: int, digest: bytes) -> None:
         if self._stores.disk is not None or group == STATE:
@@ -104,8 +113,8 @@ class BlockSaver:
         ]
         self._complete.clear()
         if self._stores.disk is not None:
-            wanted = [one for one in left if self._wanted_on_disk(one.key)]
-            for one in self._save(wanted, evicted=False):
+            missing = [one for one in left if self._wanted_on_disk(one.key)]
+            for one in self._save(missing, evicted=False):
                 self._complete[one.group, one.digest] = one.block
 
     def _wanted_on_disk(self, key: str) -> bool:
@@ -120,7 +129,7 @@ class BlockSaver:
                 break
             batch = {group: listed[:BATCH] for group, listed in waiting.items()}
             rows, count = gather(
-                self._engine, {group: [one.block for one in each] for group, each in batch.items()}
+                self._runner, {group: [one.block for one in each] for group, each in batch.items()}
             )
             waiting = {group: listed[BATCH:] for group, listed in waiting.items()}
             placed = [(i, one) for each in batch.values() for i, one in enumerate(each)]

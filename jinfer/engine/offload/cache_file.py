@@ -1,7 +1,7 @@
 """Cache file: blocks of the prefix cache in one file, each with a checksum.
 
-After two lines, which say what the file is and what its blocks were made with, come the records: a
-length, JSON of that length, the block's bytes, and SHA-256 of all that the block depends on.
+Two lines name the format and the identity of model and machine. Records follow: a length, JSON of
+that length, the block's bytes, and SHA-256 of everything that the block depends on.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import hashlib
 import hmac
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from jinfer.disk_cache import whole_file
+
 _FIRST = b"jinfer KV cache 1\n"
 _LENGTH = 4  # bytes of a record's length
-_MOST = 1 << 16  # bytes of a record's JSON: 64 token ids, and a little
+_MAX_HEAD = 1 << 16  # bytes of a record's JSON, which has 64 token ids
 _HASH = hashlib.sha256().digest_size
 
 
@@ -31,7 +32,7 @@ class SavedBlock(NamedTuple):
     Attributes:
         group: its cache group.
         before: hash of the prefix before its tokens.
-        tokens: those of the block; of recurrent states, those after the last whole block.
+        tokens: the block's tokens; of a recurrent state, the tokens after the last whole block.
         content: its bytes.
     """
 
@@ -42,54 +43,47 @@ class SavedBlock(NamedTuple):
 
 
 def write_cache_file(path: Path, identity: str, blocks: Iterable[SavedBlock]) -> int:
-    """Writes a file, which gets its name when it is complete; returns its size in bytes.
+    """Write a file, which gets its name when it is complete; return its size in bytes.
 
     Args:
-        identity: as of `cache_identity`.
+        identity: result of `cache_identity`.
 
     Raises:
         OSError: it cannot be written.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name[:100]}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(_FIRST + identity.encode() + b"\n")
-            for block in blocks:
-                head = json.dumps(
-                    {
-                        "group": block.group,
-                        "before": block.before.hex(),
-                        "tokens": block.tokens,
-                        "nbytes": len(block.content),
-                    }
-                ).encode()
-                file.write(len(head).to_bytes(_LENGTH, "little") + head)
-                file.write(block.content)
-                file.write(_checksum(identity, head, block.content))
-            size = file.tell()
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return size
+    with whole_file(path) as file:
+        file.write(_FIRST + identity.encode() + b"\n")
+        for block in blocks:
+            head = json.dumps(
+                {
+                    "group": block.group,
+                    "before": block.before.hex(),
+                    "tokens": block.tokens,
+                    "nbytes": len(block.content),
+                }
+            ).encode()
+            file.write(len(head).to_bytes(_LENGTH, "little") + head)
+            file.write(block.content)
+            file.write(_checksum(identity, head, block.content))
+        return file.tell()
 
 
 def read_cache_file(path: Path, identity: str, sizes: Mapping[str, int]) -> Iterator[SavedBlock]:
-    """The blocks of a file, up to the first damaged one.
+    """Read the blocks of a file, up to the first damaged one.
 
     Args:
-        identity: as of `cache_identity`.
+        identity: result of `cache_identity`.
         sizes: bytes of a block of each group.
 
     Raises:
-        CacheFileError: it is no cache file, or of another model.
+        CacheFileError: it is no cache file, or a file of another model.
         OSError: it cannot be read.
     """
     # A pipe would block.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if file.readline(_MOST) != _FIRST:
+        if file.readline(_MAX_HEAD) != _FIRST:
             raise CacheFileError("is no saved cache")
-        if file.readline(_MOST).strip() != identity.encode():
+        if file.readline(_MAX_HEAD).strip() != identity.encode():
             raise CacheFileError(
                 "was saved with another model, other settings, another version or machine; compute "
                 "its prompts again"
@@ -101,16 +95,16 @@ def read_cache_file(path: Path, identity: str, sizes: Mapping[str, int]) -> Iter
 def _record(file: BinaryIO, identity: str, sizes: Mapping[str, int]) -> SavedBlock | None:
     """The next record; None at the end, or where it is damaged."""
     length = int.from_bytes(file.read(_LENGTH), "little")
-    if not 0 < length <= _MOST:
+    if not 0 < length <= _MAX_HEAD:
         return None
     head = file.read(length)
     try:
-        said = json.loads(head)
-        group, tokens = str(said["group"]), tuple(map(int, said["tokens"]))
-        before = bytes.fromhex(said["before"])
+        values = json.loads(head)
+        group, tokens = str(values["group"]), tuple(map(int, values["tokens"]))
+        before = bytes.fromhex(values["before"])
     except (ValueError, KeyError, TypeError):
         return None
-    if said.get("nbytes") != sizes.get(group):
+    if values.get("nbytes") != sizes.get(group):
         return None
     content = file.read(sizes[group])
     if not hmac.compare_digest(file.read(_HASH), _checksum(identity, head, content)):

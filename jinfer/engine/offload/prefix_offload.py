@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,17 @@ from jinfer.engine.offload.block_io import transfer_steps
 from jinfer.engine.offload.block_restorer import BlockRestorer
 from jinfer.engine.offload.block_saver import BlockSaver
 from jinfer.engine.offload.disk_store import DiskStore
-from jinfer.engine.offload.host_store import HostStore
-from jinfer.engine.offload.offload_stores import Stores, block_key
+from jinfer.engine.offload.offload_stores import HostStore, Stores, block_key
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.program_cache import code_version, surroundings
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_blocks import row_groups
+from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.version import __version__
 
 if TYPE_CHECKING:
-    from jinfer.engine.engine_core import EngineCore
+    from jinfer.engine.runner.model_runner import ModelRunner
+    from jinfer.engine.scheduling.scheduler import Scheduler
 
 _UNDER_WAY = 256 << 20  # bytes on their way to a store, at most
 _SHARE = 4  # of host memory's bytes, at most this part of them
@@ -24,7 +29,9 @@ _SHARE = 4  # of host memory's bytes, at most this part of them
 class PrefixOffload:
     """Saves an engine's blocks and restores them. All methods are called on its thread."""
 
-    def __init__(self, engine: EngineCore, ram: int, disk: DiskStore | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, ram: int, disk: DiskStore | None
+    ) -> None:
         """Connects to the engine's block pools and its scheduler.
 
         Args:
@@ -34,12 +41,12 @@ class PrefixOffload:
         under_way = min(_UNDER_WAY, ram // _SHARE) if ram else _UNDER_WAY
         host = HostStore(ram - under_way) if ram else None
         self.stores = Stores(host, disk)
-        self._groups = row_groups(engine.model.caches)
-        self._saver = BlockSaver(engine, self.stores, under_way)
-        self._restorer = BlockRestorer(engine, self.stores)
-        engine.before_call = self._saver.save_evicted
-        engine.scheduler.fetching = self._restorer.fetching
-        engine.programs.announce(transfer_steps())
+        self._groups = row_groups(runner.model.caches)
+        self._saver = BlockSaver(runner, scheduler, self.stores, under_way)
+        self._restorer = BlockRestorer(runner, scheduler, self.stores)
+        runner.before_call = self._saver.save_evicted
+        scheduler.fetching = self._restorer.fetching
+        runner.programs.announce(transfer_steps())
 
     def stats(self) -> dict[str, int]:
         """Its fields of `Stats`; any thread may ask."""
@@ -76,7 +83,7 @@ class PrefixOffload:
             self._saver.touch([block_key(g, d) for d in used for g in self._groups])
 
     def forget(self, blocks: Iterable[tuple[str, bytes]]) -> None:
-        """Removes blocks, given as group and hash, from all stores."""
+        """Remove blocks, given as group and hash, from all stores."""
         self._saver.forget([block_key(*one) for one in blocks])
 
     def reset(self) -> None:
@@ -98,3 +105,21 @@ class PrefixOffload:
         self._saver.close()
         if self.stores.host is not None:
             self.stores.host.clear()
+
+
+_FORMAT = 1  # change where the same block would get other bytes
+# Packages that read and convert weights, and divide models among devices.
+_OTHER_UNITS = ("loader", "parallel")
+
+
+def cache_identity(programs: CompiledPrograms, weights: str) -> str:
+    """A digest that is equal only where the same tokens give the same bytes in a block.
+
+    Args:
+        weights: what the weights were read from, and how they are stored.
+    """
+    made_with = (
+        *(_FORMAT, BLOCK, __version__, code_version(*_OTHER_UNITS), surroundings(), weights),
+        *(programs.model.described(), repr(programs.sizes.kv_cache), programs.abstract_rows(1)),
+    )
+    return hashlib.sha256(repr(made_with).encode()).hexdigest()

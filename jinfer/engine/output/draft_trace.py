@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import overload
 
-from jinfer.engine.output.drafted_step import ROOT, DraftedStep
+from jinfer.engine.scheduling.sequence import ROOT, DraftedStep
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Step:
 
     def _repr_svg_(self) -> str:
         """The tree: a colour for each draft source, accepted tokens bold."""
-        from jinfer.engine.output.draft_tree_svg import draw
+        from jinfer.html.draft_tree_svg import draw
 
         return draw([self.drafted], self.text)
 
@@ -72,7 +72,7 @@ class Steps:
 
     def _repr_svg_(self) -> str:
         """The trees of the first `MOST_DRAWN` calls, one below the other."""
-        from jinfer.engine.output.draft_tree_svg import draw
+        from jinfer.html.draft_tree_svg import draw
 
         return draw(self.drafted[:MOST_DRAWN], self.text, len(self) - MOST_DRAWN)
 

@@ -1,149 +1,15 @@
-"""Detokenization and finish reasons: a request's tokens become chunks, then a completion."""
+"""Detokenization, stop strings and finish reasons: a request's tokens become chunks of text."""
 
 from __future__ import annotations
 
-import reprlib
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from jinfer.engine.output.data_frames import data_frame
+from jinfer.engine.output.completion import Chunk, TokenLogprob, Usage
 from jinfer.engine.output.draft_trace import Steps
-from jinfer.engine.output.stop_strings import StopStrings
-from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.tokenizer import Tokenizer
-
-_SHORT = reprlib.Repr(maxstring=60, maxlist=8)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens and seconds of a request.
-
-    Attributes:
-        prompt_tokens, completion_tokens: number of tokens.
-        cached_tokens: tokens of the prompt that were in the prefix cache.
-        prefill_seconds: from submission to the first token, without compilation.
-        decode_seconds: from the first token to the last.
-        queue_seconds: from submission to a slot; a part of `prefill_seconds`.
-        drafted_tokens, accepted_tokens: tokens drafted for it, and the accepted ones.
-        speculation: the draft trees, call by call; None if nothing was drafted.
-        captured: the activations that it asked for, by name: [tokens, ...], float32, of the prompt
-            and of the answer but for its last token, which was not computed.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    cached_tokens: int = 0
-    queue_seconds: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    speculation: Steps | None = field(default=None, repr=False, compare=False)
-    captured: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def prefill_rate(self) -> float:
-        """Computed tokens of the prompt per second."""
-        return (
-            (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
-            if self.prefill_seconds
-            else 0.0
-        )
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second after the first one."""
-        return (
-            max(0, self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
-        )
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of an answer.
-
-    Attributes:
-        text: new text; may be empty.
-        token_ids: new tokens.
-        logprobs: of the new tokens, if requested.
-        finish_reason: on the last chunk: "stop" (end of sequence, stop string or id) or "length".
-        origin: draft source of its tokens; "": not drafted.
-        stop_string: on the last chunk: the stop string that ended the answer; "": none did.
-    """
-
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
-    origin: str = ""
-    stop_string: str = ""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer.
-
-    Attributes:
-        text: without end of sequence, special tokens and stop string; "" without a tokenizer.
-        token_ids: all new tokens, the end of sequence included.
-        logprobs: one per token if requested, else None.
-        finish_reason: "stop" or "length".
-        usage: tokens and seconds.
-        stop_string: the stop string that ended it; "": none did.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    finish_reason: FinishReason
-    usage: Usage
-    stop_string: str = ""
-
-    @property
-    def speculation(self) -> Steps | None:
-        """The draft trees, call by call; None if nothing was drafted."""
-        return self.usage.speculation
-
-    @property
-    def captured(self) -> Mapping[str, np.ndarray]:
-        """The activations that were asked for, by name: [tokens, ...], float32.
-
-        Those of the prompt, then those of the answer but for its last token, which was not
-        computed.
-        """
-        return self.usage.captured
-
-    def to_pandas(self) -> Any:
-        """A row for each token: its id, and with `logprobs` its text and log-probability.
-
-        Raises:
-            RequestError: pandas is not installed.
-        """
-        columns: dict[str, list[Any]] = {"id": self.token_ids}
-        if self.logprobs is not None:
-            columns["token"] = [one.text for one in self.logprobs]
-            columns["logprob"] = [one.logprob for one in self.logprobs]
-            likeliest = [one.top[0].text if one.top else None for one in self.logprobs]
-            columns["likeliest"] = likeliest
-        return data_frame(columns)
-
-    def _repr_html_(self) -> str:
-        """HTML for notebooks; tokens are shaded if there are log-probabilities."""
-        from jinfer.engine.output.completions_html import completions_html
-
-        return completions_html([self])
-
-    def __repr__(self) -> str:
-        # Without a tokenizer there is no text, but there are ids.
-        text = _SHORT.repr(self.text if self.text or not self.token_ids else self.token_ids)
-        return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
 
 
 @dataclass
@@ -258,15 +124,52 @@ class Generation:
         )
 
 
-def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
-    """The completion of a request that has ended."""
-    assert chunks[-1].finish_reason is not None, "the request has not ended"
-    logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[id for chunk in chunks for id in chunk.token_ids],
-        logprobs=logprobs or None,
-        finish_reason=chunks[-1].finish_reason,
-        usage=usage,
-        stop_string=chunks[-1].stop_string,
-    )
+@dataclass
+class StopStrings:
+    """Passes a text on up to the first stop string in it.
+
+    The first is the one that is complete first, and the longest of those that are complete at the
+    same character, so that the result does not depend on how the text is split into pieces. What
+    may be the beginning of a stop string is held back until it is known not to be one.
+
+    Attributes:
+        stops: the stop strings.
+        included: whether the answer includes the stop string that ends it.
+        found: the one that was found; "": none yet.
+    """
+
+    stops: tuple[str, ...]
+    included: bool = False
+    found: str = ""
+    _held: str = ""
+
+    def push(self, text: str, early: bool = False) -> str:
+        """New text of the answer, after another piece.
+
+        Args:
+            text: the piece.
+            early: a stop string that this piece completes does not end the answer.
+        """
+        if self.found or not self.stops:
+            return "" if self.found else text
+        old, text = len(self._held), self._held + text
+        matches = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self.stops)
+        ends = [(at + len(stop), at) for at, stop in matches if at >= 0]
+        if ends and not early:
+            end, at = min(ends)
+            self.found, self._held = text[at:end], ""
+            return text[: end if self.included else at]
+        keep = max(_overlap(text, stop) for stop in self.stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

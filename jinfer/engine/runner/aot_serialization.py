@@ -21,13 +21,13 @@ import numpy as np
 
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.nn.row_edits import EditTable
 from jinfer.ops.attention.kv_cache import IndexedCache, LayerCache
 from jinfer.ops.cpu_library import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.runtime.known_jaxlib import is_known
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 
 _RECORDS = {
@@ -101,7 +101,7 @@ def dumped(program: jax.stages.Compiled) -> bytes | None:
 def loaded(content: bytes) -> Any:
     """Deserializes what `dumped` returned, as `reader` returns it; None if it cannot be used."""
     try:
-        from jinfer.runtime.executable import device_list
+        from jinfer.engine.runner.executable import device_list
 
         end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
         header = json.loads(content[_LENGTH:end])
@@ -145,7 +145,7 @@ def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
     if not _is_cpu():
         return _of_jax(header, xla_executable)
     # Here: only of known versions can this module be imported.
-    from jinfer.runtime.executable import Executable
+    from jinfer.engine.runner.executable import Executable
 
     arguments, _ = _decoded(header["arguments"])
     results = _decoded(header["results"])
@@ -156,7 +156,7 @@ def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
     """A program that JAX dispatches."""
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
 
-    from jinfer.runtime.executable import device_list
+    from jinfer.engine.runner.executable import device_list
 
     device, devices = jax.local_devices()[0], device_list()
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.output.captured_values import CapturedValues
-from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.sequence import CapturedValues, RunningSequence
 
 POSITIONS = "positions"  # among a call's captured values: the position of each row; -1: none
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jinfer.disk_cache import DiskCache
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner.aot_serialization import dumped, loaded, reader
 from jinfer.engine.runner.mmap_limit import check_maps
@@ -28,9 +29,8 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.thread_pools import start_threads, submit
-from jinfer.guard.disk_cache import DiskCache
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.draft_head import tap_names
+from jinfer.modelspec.eagle_head import tap_names
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_blocks import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache

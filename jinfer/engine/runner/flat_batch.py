@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
@@ -79,3 +80,10 @@ def can_continue(state: State, rows: Array) -> Bool[Array, " rows"]:
     """Whether sequences may have one more token: neither ended nor at their limit."""
     some = or_padding_row(state, rows)
     return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
+
+
+def padded(ids: Sequence[int] | np.ndarray, size: int, filling: int = 0) -> Any:
+    """Numbers as an int32 array that is padded at its end."""
+    out = np.full(size, filling, np.int32)
+    out[: len(ids)] = ids
+    return out

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import jax
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
-from jinfer.engine.runner.flat_batch import FlatBatch
-from jinfer.engine.runner.model_runner import SIZES, padded, padded_length
+from jinfer.engine.runner.flat_batch import FlatBatch, padded
+from jinfer.engine.runner.model_runner import SIZES, ModelRunner, padded_length
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.nn.abstract_model import Want
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class NoRoomError(Exception):
     """The KV cache has too few free blocks for the moment."""
 
 
-def run_to_end[T](engine: EngineCore, passes: Passes[T]) -> T:
+def run_to_end[T](runner: ModelRunner, passes: Passes[T]) -> T:
     """Runs a pass to its end, without a step in between. Raises `NoRoomError`."""
     while True:
         try:
@@ -44,11 +44,12 @@ def run_to_end[T](engine: EngineCore, passes: Passes[T]) -> T:
             passes.close()
             raise NoRoomError
         if isinstance(pause, StepKey):
-            engine.programs.get(pause)
+            runner.programs.get(pause)
 
 
 def forward(
-    engine: EngineCore,
+    runner: ModelRunner,
+    scheduler: Scheduler,
     prompt: Sequence[int],
     want: Literal["logits", "hidden", "classes", "score", "ranked"],
     encoder: Sequence[int] = (),
@@ -68,12 +69,12 @@ def forward(
     computed = len(prompt) - scores
     tokens = np.array(prompt, np.int32)
     parts: list[Any] = []
-    with temporary_tables(engine) as block_tables:
-        yield from reserve(engine, block_tables, prompt, encoder)
-        for start, count, size in _chunks(engine, computed):
+    with temporary_tables(scheduler) as block_tables:
+        yield from reserve(runner, scheduler, block_tables, prompt, encoder)
+        for start, count, size in _chunks(runner, scheduler, computed):
             if parts:
                 yield "computed"
-            while not engine.scheduler.blocks.reserve(block_tables, start + count):
+            while not scheduler.blocks.reserve(block_tables, start + count):
                 yield "room"
             rows = padded([0] * count, size, -1)
             positions = padded(np.arange(start, start + count), size)
@@ -85,32 +86,32 @@ def forward(
                 if want == "score" or want == "ranked"
                 else StepKey("forward", size, rows=1, want=want)
             )
-            program = yield from compiled_program(engine, key)
-            tables = engine.block_tables(1, [(0, block_tables)])
+            program = yield from compiled_program(runner, key)
+            tables = runner.block_tables(1, [(0, block_tables)])
             batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
             more = following if scores else []
-            cache, out = program(engine.leaves, engine.cache, batch, *more)
-            engine.set_cache(cache)
+            cache, out = program(runner.leaves, runner.cache, batch, *more)
+            runner.set_cache(cache)
             out = out[0] if want == "score" else out
             if last:
                 parts = [jax.tree.map(lambda part, at=count - 1: np.asarray(part)[at].copy(), out)]
             else:
                 parts.append(jax.tree.map(lambda part, count=count: np.asarray(part)[:count], out))
-            engine.scheduler.blocks.slide_window(block_tables, start + count)
+            scheduler.blocks.slide_window(block_tables, start + count)
     return parts[0] if last else jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
-def compiled_program(engine: EngineCore, key: StepKey) -> Passes[Program]:
+def compiled_program(runner: ModelRunner, key: StepKey) -> Passes[Program]:
     """A compiled program; yields until it is ready."""
-    while not engine.programs.ready(key):
+    while not runner.programs.ready(key):
         yield key
-    return engine.programs.get(key)
+    return runner.programs.get(key)
 
 
 @contextmanager
-def temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
+def temporary_tables(scheduler: Scheduler) -> Iterator[BlockTables]:
     """Block tables of a sequence without a slot, empty at first."""
-    blocks, scheduler = engine.scheduler.blocks, engine.scheduler
+    blocks = scheduler.blocks
     block_tables, _, _ = blocks.share_prefix((), reuse=False)
     scheduler.slotless += 1
     try:
@@ -121,33 +122,39 @@ def temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
 
 
 def reserve(
-    engine: EngineCore, block_tables: BlockTables, prompt: Sequence[int], encoder: Sequence[int]
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    block_tables: BlockTables,
+    prompt: Sequence[int],
+    encoder: Sequence[int],
 ) -> Passes[None]:
     """Allocates the blocks of a whole sequence at once: partial ones could deadlock."""
-    blocks = engine.scheduler.blocks
+    blocks = scheduler.blocks
     while not blocks.reserve_all(block_tables, len(prompt), 0):
         yield "room"
     if encoder:
         while not blocks.reserve_encoder(block_tables, encoder):
             yield "room"
         if not block_tables.encoder_filled:
-            engine.fill_encoder_blocks(block_tables, tuple(encoder))
+            runner.fill_encoder_blocks(block_tables, tuple(encoder))
             blocks.register_encoder(block_tables, encoder)
 
 
-def _chunks(engine: EngineCore, tokens: int) -> Iterator[tuple[int, int, int]]:
+def _chunks(
+    runner: ModelRunner, scheduler: Scheduler, tokens: int
+) -> Iterator[tuple[int, int, int]]:
     """(first token, tokens, padded size) of each chunk of a prompt: small while requests run."""
-    scheduler, start = engine.scheduler, 0
+    start = 0
     while start < tokens:
         most = scheduler.mixed if scheduler.running else scheduler.chunk
         count = scheduler.fit_batch(min(most, tokens - start))
         # Programs of few tokens are compiled for decoding only.
-        yield start, count, max(engine.batch_size(count), min(SIZES[0], scheduler.sizes[-1]))
+        yield start, count, max(scheduler.batch_size(count), min(SIZES[0], scheduler.sizes[-1]))
         start += count
 
 
 def encode(
-    engine: EngineCore,
+    runner: ModelRunner,
     texts: Sequence[Sequence[int]],
     types: Sequence[Sequence[int]],
     want: Want,
@@ -160,8 +167,8 @@ def encode(
     """
     longest = max(map(len, texts))
     # Not beyond the context, where a table of learned positions ends.
-    size = max(longest, min(padded_length(longest), engine.programs.sizes.context))
-    rows = engine.padded_rows(len(texts))
+    size = max(longest, min(padded_length(longest), runner.programs.sizes.context))
+    rows = runner.padded_rows(len(texts))
     results: list[Any] = []
     for begin in range(0, len(texts), rows):
         if results:
@@ -170,8 +177,8 @@ def encode(
         empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
         tokens, lengths = padded_texts([*batch, *empty], size)
         token_types, _ = padded_texts([*types[begin : begin + rows], *empty], size)
-        program = yield from compiled_program(engine, StepKey("encode", size, rows=rows, want=want))
-        out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
+        program = yield from compiled_program(runner, StepKey("encode", size, rows=rows, want=want))
+        out = np.asarray(program(runner.leaves, {}, tokens, token_types, lengths))
         results += [
             out[i] if want in ("pooled", "classes") else out[i, : len(text)]
             for i, text in enumerate(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,18 @@ from jax import Array
 
 from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.requests import EngineError, Request, Token
+from jinfer.engine.runner.captured_calls import CapturedCalls
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.edit_tables import StepTaps, edit_tables
+from jinfer.engine.runner.edit_tables import StepTaps, edit_tables, taps_of
+from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.huge_pages import CacheHugePages
 from jinfer.engine.runner.sampler_output import MAX_COPIES, SamplerOutput
+from jinfer.engine.runner.sampler_state import SamplerStates
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, LONG_TEXT, STATE, Cache
 
@@ -43,11 +47,15 @@ class ModelRunner:
         leaves: its weights as programs take them: the arrays of the parameters, then pointer
             tables; see `CompiledPrograms.with_weight_pointers`.
         before_call: called before a program is given the KV cache, which it may overwrite.
+        samplers: sampling parameters and sampler state of each request.
+        captured: activations of calls that the host has not read.
     """
 
     programs: CompiledPrograms
     leaves: tuple[Array, ...] = ()
     before_call: Callable[[], None] = field(default=_nothing, repr=False)
+    samplers: SamplerStates = field(default_factory=SamplerStates)
+    captured: CapturedCalls = field(default_factory=CapturedCalls)
     _cache: Cache | None = field(default=None, init=False)
     _huge_pages: CacheHugePages | None = field(default=None, init=False, repr=False)
     _state: State | None = field(default=None, init=False)
@@ -91,8 +99,16 @@ class ModelRunner:
     def release(self) -> None:
         """Frees weights, KV cache, device state and programs; nothing runs afterwards."""
         self.leaves, self._cache, self._state, self._edits = (), None, None, (None, {})
+        self.captured.clear()
+        self.samplers.clear()
+        self.before_call = _nothing  # breaks a reference cycle
         self.programs.release()
         trim()
+
+    def reset(self) -> None:
+        """Discard KV cache and device state after a failed step, which may have lost them."""
+        self._cache = self._state = None
+        self.captured.clear()
 
     def set_cache(self, cache: Cache, state: State | None = None) -> None:
         """Sets the KV cache after a call, and the device state if that was donated too."""
@@ -104,6 +120,126 @@ class ModelRunner:
         if self._state is None:
             self._state = self.programs.empty_state()
         return self._state
+
+    def set_slot(self, sequence: RunningSequence) -> None:
+        """Upload a sequence's tokens, limits and sampler state to its slot of the device state."""
+        self.upload_row(self.samplers.row(sequence, self.programs.sizes.context), sequence.slot)
+
+    def upload_row(self, row: State, slot: int) -> None:
+        """Replace one row of the device state."""
+        self._state = self.programs.get(StepKey("set_slot"))(self.state, row, np.int32(slot))
+
+    def decode(
+        self,
+        key: StepKey,
+        sequences: Sequence[RunningSequence],
+        tables: dict[str, Any],
+        steps: int,
+        interrupt: np.int32,
+    ) -> SamplerOutput:
+        """Compute the next tokens of some sequences; see `steps.decode`.
+
+        Args:
+            tables: as `slot_tables` makes them.
+            steps: tokens of each sequence, at most.
+            interrupt: number of the flag that ends the call early.
+        """
+        rows = padded([s.slot for s in sequences], key.tokens, -1)
+        self._cache, self._state, output, *more = self.programs.get(key)(
+            self.leaves, self.cache, self.state, rows, tables, np.int32(steps), interrupt
+        )
+        for captured in more:
+            self.captured.note(captured, {s: [row] for row, s in enumerate(sequences)})
+        return output
+
+    def compute_logits(
+        self,
+        size: int,
+        batch: Sequence[tuple[int, int]],
+        last: Sequence[int],
+        running: Sequence[RunningSequence],
+    ) -> tuple[Array, Array]:
+        """Logits after some tokens, and the state rows that they belong to; see `steps.logits`.
+
+        Args:
+            size: tokens of the padded batch.
+            batch: slot and position of each token; position -1: the last token, which only the
+                device may know.
+            last: indices of the tokens after which one is sampled.
+            running: the sequences that have slots.
+        """
+        chosen = self.sampled_rows(size, len(last))
+        slots = {slot for slot, _ in batch}
+        using = [s for s in running if s.slot in slots and s.request.activations is not None]
+        taps = self.taps_of(using)
+        at = np.full((2, size), -1, np.int32)
+        at[:, : len(batch)] = np.array(batch, np.int32).T
+        program = self.programs.get(StepKey("logits", size, chosen, taps=taps))
+        arguments = (at[0], at[1], self.slot_tables(running, taps, using), padded(last, chosen, -1))
+        self._cache, out, rows, *more = program(self.leaves, self.cache, self.state, *arguments)
+        for captured in more:
+            own = {s: [i for i, (slot, _) in enumerate(batch) if slot == s.slot] for s in using}
+            self.captured.note(captured, own)
+        return out, rows
+
+    def sample(
+        self,
+        logits: Array,
+        rows: Array | np.ndarray,
+        sequences: Sequence[RunningSequence],
+        mask: np.ndarray | None = None,
+    ) -> SamplerOutput:
+        """Sample the next tokens of some sequences; see `steps.sample_logits`."""
+        count = logits.shape[0]
+        stages, extras = self.samplers.stages(sequences), self.samplers.extras(sequences)
+        key = StepKey("sample", chosen=count, stages=stages, extras=extras)
+        program = self.programs.get(key)
+        guided = np.bool_(mask is not None)
+        mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
+        self._state, output = program(self.state, logits, rows, mask, guided)
+        return output
+
+    def slot_tables(
+        self,
+        running: Sequence[RunningSequence],
+        taps: StepTaps | None = None,
+        using: Sequence[RunningSequence] = (),
+    ) -> dict[str, Any]:
+        """The block table of each slot's sequence, by group, and the tables of edits.
+
+        Args:
+            running: the sequences that have slots.
+            taps: activations that the step captures and edits.
+            using: the sequences for which it does.
+        """
+        slots = self.programs.sizes.slots
+        tables = [(s.slot, s.block_tables) for s in running if s.block_tables]
+        edits = self.edits_of_rows(taps, using, slots, range(slots))
+        return self.block_tables(slots, tables) | edits
+
+    def taps_of(self, sequences: Iterable[RunningSequence]) -> StepTaps | None:
+        """The activations that a step of some sequences captures and edits; None: none."""
+        return taps_of(sequence.request.activations for sequence in sequences)
+
+    def edits_of_rows(
+        self,
+        taps: StepTaps | None,
+        using: Iterable[RunningSequence],
+        rows: int,
+        owners: Iterable[int],
+    ) -> dict[str, Any]:
+        """The tables of a step's edits, which go among the block tables; empty without taps.
+
+        Args:
+            taps, using: as of `slot_tables`.
+            rows: rows of the block tables.
+            owners: the slot of each row.
+        """
+        if taps is None:
+            return {}
+        uses = {s.slot: s.request.activations for s in using}
+        of_rows = ((row, uses.get(slot)) for row, slot in enumerate(owners))
+        return self.edit_tables(taps, rows, [(row, use) for row, use in of_rows if use])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks of the KV cache, `MAX_COPIES` of each group in a call."""
@@ -202,13 +338,6 @@ def make_token(output: SamplerOutput, step: int, row: int, request: Request) -> 
     )
     top = tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
     return Token(request.id, id, float(np.asarray(output.logprob)[step, row]), top)
-
-
-def padded(ids: Sequence[int] | np.ndarray, size: int, filling: int = 0) -> Any:
-    """Numbers as an int32 array that is padded at its end."""
-    out = np.full(size, filling, np.int32)
-    out[: len(ids)] = ids
-    return out
 
 
 def padded_length(tokens: int) -> int:

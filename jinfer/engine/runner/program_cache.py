@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import platform
-import stat
 from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -20,16 +19,16 @@ from pathlib import Path
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from jinfer.disk_cache import CacheOffError, DiskCache, NoCacheError, cache_folder, private_folder
+from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.guard.disk_cache import DiskCache
 from jinfer.ops.cpu_library import cores, library_key
 from jinfer.progress import line
-from jinfer.runtime.known_jaxlib import is_known
-from jinfer.runtime.source_files import content_of, files_below
+from jinfer.startup.source_files import content_of, files_below
 
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
-_TRACED = ("cpu", "engine", "nn", "ops", "quant", "runtime", "sampling", "modelspec")
+_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "modelspec")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
 _used: list[str] = []  # folders that were set here as JAX's, rather than by the user
 _log = logging.getLogger("jinfer")
@@ -76,12 +75,15 @@ def use_persistent_cache() -> DiskCache | None:
         The cache of programs that are ready to run, which needs no trace to be asked; None where
         there is none: the user has chosen JAX's cache, or jaxlib is of an unknown version.
     """
-    chosen = os.environ.get("JINFER_CACHE", "")
     own: str | None = jax.config.jax_compilation_cache_dir
-    if chosen == "off" or (own is not None and own not in _used):
+    if own is not None and own not in _used:
         return None
-    folder = private_folder(_base(chosen) / "programs" / _machine())
-    if folder is None:
+    try:
+        folder = private_folder(cache_folder("programs") / _machine())
+    except CacheOffError:
+        return None
+    except NoCacheError as reason:
+        _report(str(reason))
         return None
     if str(folder) not in _used:
         _used.append(str(folder))
@@ -158,47 +160,12 @@ def _folders_of(spec: ModuleSpec | None) -> list[Path]:
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
-def _base(chosen: str) -> Path:
-    if chosen:
-        return Path(chosen).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jinfer"
-    except RuntimeError:  # the user has no home folder
-        return Path("/nonexistent")
-
-
-@cache  # so that it is reported once
-def private_folder(folder: Path) -> Path | None:
-    """Creates a folder that only this user can access; None, reported once, if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            reason = "is not a folder of yours"
-        elif found.st_mode & 0o077:
-            folder.chmod(0o700)
-            # Others could write here until now, so the files may be theirs.
-            if found.st_mode & 0o022:
-                empty(folder)
-            reason = ""
-        else:
-            reason = "" if os.access(folder, os.W_OK | os.X_OK) else "cannot be written to"
-    except OSError as error:
-        reason = f"cannot be used: {error.strerror}"
-    if not reason:
-        return folder
+@cache  # so that each reason is reported once
+def _report(reason: str) -> None:
     line(
-        f"jinfer: {folder} {reason}, so programs are compiled at each start; "
+        f"jinfer: {reason}, so programs are compiled at each start; "
         "set JINFER_CACHE to a folder of yours, or to off"
     )
-    return None
-
-
-def empty(folder: Path) -> None:
-    """Removes all files of a folder."""
-    for path in folder.iterdir():
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
 
 
 def _machine() -> str:

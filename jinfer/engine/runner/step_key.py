@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
 from jinfer.sampling.step_extras import Extra

@@ -6,7 +6,7 @@ never holds those of a whole prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jinfer.engine.activation_use import ActivationUse
-from jinfer.engine.adapter_use import AdapterUse
-from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.requests import AdapterUse
 from jinfer.engine.runner.edit_tables import taps_of
-from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.flat_batch import FlatBatch, padded
 from jinfer.engine.runner.forward_passes import (
     Passes,
     compiled_program,
@@ -25,8 +24,9 @@ from jinfer.engine.runner.forward_passes import (
     reserve,
     temporary_tables,
 )
-from jinfer.engine.runner.model_runner import SIZES, padded, padded_length
+from jinfer.engine.runner.model_runner import SIZES, ModelRunner, padded_length
 from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.nn.activation_shapes import ActivationShape
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
 
@@ -80,7 +80,8 @@ class TracePlan:
 
 
 def trace_decoder(
-    engine: EngineCore,
+    runner: ModelRunner,
+    scheduler: Scheduler,
     prompt: Sequence[int],
     plan: TracePlan,
     encoder: Sequence[int] = (),
@@ -94,99 +95,93 @@ def trace_decoder(
         edits: what is edited on the way.
     """
     tokens, values = np.array(prompt, np.int32), plan.empty()
-    capture, blocks = tuple(sorted(plan.shapes)), _blocks(engine, plan)
+    capture, blocks = tuple(sorted(plan.shapes)), _blocks(runner, plan)
     taps = taps_of([edits])
-    with temporary_tables(engine) as block_tables:
+    with temporary_tables(scheduler) as block_tables:
         block_tables.adapter = adapter
-        yield from reserve(engine, block_tables, prompt, encoder)
-        for start, count, size in _chunks(engine, plan, blocks):
+        yield from reserve(runner, scheduler, block_tables, prompt, encoder)
+        for start, count, size in _chunks(runner, scheduler, plan, blocks):
             if start:
                 yield "computed"
-            while not engine.scheduler.blocks.reserve(block_tables, start + count):
+            while not scheduler.blocks.reserve(block_tables, start + count):
                 yield "room"
             key = StepKey("trace", size, rows=1, capture=capture, blocks=blocks, taps=taps)
-            program = yield from compiled_program(engine, key)
+            program = yield from compiled_program(runner, key)
             rows = padded([0] * count, size, -1)
             positions = padded(np.arange(start, start + count), size)
             total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
             ids = padded(tokens[start : start + count], size)
-            tables = engine.block_tables(1, [(0, block_tables)])
+            tables = runner.block_tables(1, [(0, block_tables)])
             if blocks:
                 tables = {n: t if n == ADAPTER else t[:, :blocks] for n, t in tables.items()}
             if taps is not None and edits is not None:
-                tables |= engine.edit_tables(taps, 1, [(0, edits)])
+                tables |= runner.edit_tables(taps, 1, [(0, edits)])
             batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
-            cache, captured = program(engine.leaves, engine.cache, batch)
-            engine.set_cache(cache)
+            cache, captured = program(runner.leaves, runner.cache, batch)
+            runner.set_cache(cache)
             plan.put(values, captured, start, count)
-            engine.scheduler.blocks.slide_window(block_tables, start + count)
+            scheduler.blocks.slide_window(block_tables, start + count)
     return values
 
 
 def trace_encoder(
-    engine: EngineCore,
+    runner: ModelRunner,
     text: Sequence[int],
     types: Sequence[int],
     plan: TracePlan,
     edits: ActivationUse | None = None,
 ) -> Passes[Values]:
     """Values of an encoder, of a text; arguments as of `trace_decoder`."""
-    values, size, taps = plan.empty(), _padded_text(engine, len(text)), taps_of([edits])
+    values, size, taps = plan.empty(), _padded_text(runner, len(text)), taps_of([edits])
     tokens, lengths = padded_texts([text], size)
     token_types, _ = padded_texts([types], size)
     capture = tuple(sorted(plan.shapes))
     key = StepKey("trace_encoder", size, rows=1, capture=capture, taps=taps)
-    program = yield from compiled_program(engine, key)
+    program = yield from compiled_program(runner, key)
     tables = {}
     if taps is not None and edits is not None:
-        tables = engine.edit_tables(taps, 1, [(0, edits)])
-    captured = program(engine.leaves, {}, tokens, token_types, lengths, tables)
+        tables = runner.edit_tables(taps, 1, [(0, edits)])
+    captured = program(runner.leaves, {}, tokens, token_types, lengths, tables)
     plan.put(values, captured, 0, len(text))
     return values
 
 
-def key_width(engine: EngineCore, stack: str, plan: TracePlan) -> int:
+def key_width(runner: ModelRunner, stack: str, plan: TracePlan) -> int:
     """How many keys scores and patterns have in a program."""
     if stack == "encoder":
-        return _padded_text(engine, plan.tokens)
-    return (_blocks(engine, plan) or engine.programs.sizes.table) * BLOCK
+        return _padded_text(runner, plan.tokens)
+    return (_blocks(runner, plan) or runner.programs.sizes.table) * BLOCK
 
 
-def _padded_text(engine: EngineCore, tokens: int) -> int:
+def _padded_text(runner: ModelRunner, tokens: int) -> int:
     # Not beyond the context, where a table of learned positions ends.
-    return max(tokens, min(padded_length(tokens), engine.programs.sizes.context))
+    return max(tokens, min(padded_length(tokens), runner.programs.sizes.context))
 
 
-def _blocks(engine: EngineCore, plan: TracePlan) -> int:
+def _blocks(runner: ModelRunner, plan: TracePlan) -> int:
     """Length of the block tables where scores are captured, which are as wide; 0: all of it."""
     if not plan.keys:
         return 0
     needed = -(-max(plan.tokens, *plan.keys.values()) // BLOCK)
-    return min(1 << (needed - 1).bit_length(), engine.programs.sizes.table)
+    return min(1 << (needed - 1).bit_length(), runner.programs.sizes.table)
 
 
-def _chunks(engine: EngineCore, plan: TracePlan, blocks: int) -> Iterator[tuple[int, int, int]]:
+def _chunks(
+    runner: ModelRunner, scheduler: Scheduler, plan: TracePlan, blocks: int
+) -> Iterator[tuple[int, int, int]]:
     """As `forward_passes.chunks`, of no more tokens than `CHUNK_BYTES` has room for."""
-    free = {"keys": (blocks or engine.programs.sizes.table) * BLOCK, "tokens": 1}
+    free = {"keys": (blocks or runner.programs.sizes.table) * BLOCK, "tokens": 1}
     each = 4 * sum(
         prod(free[s] if isinstance(s, str) else s for s in shape.sizes)
         for shape in plan.shapes.values()
         if "tokens" in shape.axes
     )
-    scheduler, start = engine.scheduler, 0
+    start = 0
     sizes = [size for size in scheduler.sizes if size * each <= CHUNK_BYTES]
     while start < plan.tokens:
         most = scheduler.mixed if scheduler.running else scheduler.chunk
         most = min(most, sizes[-1] if sizes else scheduler.sizes[0])
         count = scheduler.fit_batch(min(most, plan.tokens - start))
         least = min(SIZES[0], sizes[-1] if sizes else count)
-        yield start, count, max(engine.batch_size(count), engine.batch_size(least))
+        yield start, count, max(scheduler.batch_size(count), scheduler.batch_size(least))
         start += count
-
-
-def run_each(jobs: Sequence[Callable[[], Passes[Values]]]) -> Passes[list[Values]]:
-    """Several passes, one after the other."""
-    results = []
-    for job in jobs:
-        results.append((yield from job()))
-    return results

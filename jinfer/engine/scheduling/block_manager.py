@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.adapter_use import AdapterUse
+from jinfer.engine.requests import AdapterUse
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
 from jinfer.engine.scheduling.state_pool import RetentionPriority, StatePool
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
@@ -99,10 +99,10 @@ class BlockManager:
             The tables; number of cached tokens, at most all but the last, whose logits have to be
             computed; copies to make.
         """
-        most = len(tokens) - 1
+        limit = len(tokens) - 1
         if not reuse or self.states is None:
-            return self._share_blocks(tokens, seed, most if reuse else 0, MIN_COPY_TOKENS)
-        for length, snapshot in self.states.prefixes(seed, tokens, most):
+            return self._share_blocks(tokens, seed, limit if reuse else 0, MIN_COPY_TOKENS)
+        for length, snapshot in self.states.prefixes(seed, tokens, limit):
             tables, shared, copies = self._share_blocks(tokens, seed, length, 1)
             state = self.states.copy_of(snapshot) if shared == length else None
             if state is not None:
@@ -112,15 +112,15 @@ class BlockManager:
         return self._share_blocks(tokens, seed, 0, 1)
 
     def _share_blocks(
-        self, tokens: Sequence[int], seed: bytes, most: int, least: int
+        self, tokens: Sequence[int], seed: bytes, limit: int, least: int
     ) -> tuple[BlockTables, int, list[BlockCopy]]:
-        """`share_prefix` of keys and values, of `most` tokens at most.
+        """`share_prefix` of keys and values, of `limit` tokens at most.
 
         Args:
             least: tokens of a block for which it is copied.
         """
         tables = BlockTables(seed, {name: [] for name in self.pools})
-        cached = self._full_blocks(tables, tokens, most)
+        cached = self._full_blocks(tables, tokens, limit)
         count = len(tables.digests) - 1
         for name, blocks in cached.items():
             for block in blocks[:count]:
@@ -128,15 +128,15 @@ class BlockManager:
                 if block is not None:
                     self.pools[name].add_reference(block)
         begin = count * BLOCK
-        shared, copies = self._share_partial_block(tables, tokens[begin:most], least)
+        shared, copies = self._share_partial_block(tables, tokens[begin:limit], least)
         return tables, begin + shared, copies
 
     def _full_blocks(
-        self, tables: BlockTables, tokens: Sequence[int], most: int
+        self, tables: BlockTables, tokens: Sequence[int], limit: int
     ) -> dict[str, list[int | None]]:
         """The longest run of full blocks that every group can use; adds digests to `tables`."""
         cached: dict[str, list[int | None]] = {name: [] for name in self.pools}
-        while (end := len(tables.digests) * BLOCK) <= most:
+        while (end := len(tables.digests) * BLOCK) <= limit:
             digest = chain_hash(tables.digests[-1], tokens[end - BLOCK : end])
             blocks = {name: pool.lookup(digest) for name, pool in self.pools.items()}
             if any(block is None and not self.pools[n].window for n, block in blocks.items()):
@@ -204,8 +204,8 @@ class BlockManager:
         """
         for name, table in tables.by_group.items():
             pool = self.pools[name]
-            wanted = max(0, -(-length // BLOCK) - len(table))
-            if pool.window is None and pool.available < wanted + spare:
+            needed = max(0, -(-length // BLOCK) - len(table))
+            if pool.window is None and pool.available < needed + spare:
                 return False
         if not self._reserve_state(tables):
             return False
@@ -284,7 +284,7 @@ class BlockManager:
 
         Called after `register`, and only if no other sequence needs the block for itself.
         """
-        if self.states is None or tables.state is None or not self.states.most:
+        if self.states is None or tables.state is None or not self.states.limit:
             return []
         if self.states.has(tables.digests, tokens):
             return []

@@ -23,7 +23,7 @@ def plan_borders(
 ) -> None:
     """Chooses the borders of a sequence to copy states at, of the tokens still to be computed."""
     tables.borders.clear()
-    if (states := blocks.states) is None or not states.most:
+    if (states := blocks.states) is None or not states.limit:
         return
     first, last = computed // BLOCK + 1, len(tokens) // BLOCK
     chosen = dict.fromkeys(spread(first, last, states.share), RetentionPriority.PASSED)
@@ -32,8 +32,8 @@ def plan_borders(
     tables.borders |= {border: priority for border, priority in chosen.items() if border >= first}
 
 
-def spread(first: int, last: int, most: int) -> list[int]:
-    """Borders from `first` to `last`, at most `most`: those with the fewest significant bits.
+def spread(first: int, last: int, limit: int) -> list[int]:
+    """Borders from `first` to `last`, at most `limit`: those with the fewest significant bits.
 
     With p bits they are 2 ** (1 - p) of the way apart, so that much is computed again at most.
     """
@@ -41,9 +41,9 @@ def spread(first: int, last: int, most: int) -> list[int]:
     for bits in range(last.bit_length(), 0, -1):
         borders = range(first, last + 1)
         chosen = [j for j in borders if (j // (j & -j)).bit_length() <= bits]
-        if len(chosen) <= most:
+        if len(chosen) <= limit:
             break
-    return chosen[-most:]
+    return chosen[-limit:]
 
 
 def _known_blocks(states: StatePool, tokens: Sequence[int], seed: bytes) -> int:

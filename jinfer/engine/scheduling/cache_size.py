@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     ENCODER,
@@ -89,14 +89,14 @@ def cache_blocks(
     fixed = sum(sizes[group] * count for group, count in blocks.items())
     each = sum(size for group, size in sizes.items() if group not in blocks)
     if each:
-        most = max(slots, _SEQUENCES) * (whole + 1)
+        group_blocks = max(slots, _SEQUENCES) * (whole + 1)
         if tokens is not None:
-            most = -(-tokens // BLOCK)
+            group_blocks = -(-tokens // BLOCK)
         else:
             free = free_memory() if free is None else free
             fits = int(SHARE * max(0, free - used) - fixed) // each
-            most = max(whole + 1, min(most, fits))
-        blocks |= dict.fromkeys((group for group in windows if group not in blocks), most)
+            group_blocks = max(whole + 1, min(group_blocks, fits))
+        blocks |= dict.fromkeys((group for group in windows if group not in blocks), group_blocks)
     return blocks
 
 
@@ -146,11 +146,13 @@ def _container() -> int:
         ),
     ):
         try:
-            most, now = (Path(path).read_text(encoding="ascii").strip() for path in (limit, usage))
+            maximum, now = (
+                Path(path).read_text(encoding="ascii").strip() for path in (limit, usage)
+            )
         except OSError:
             continue
-        if most.isdecimal():
-            return max(0, int(most) - int(now))
+        if maximum.isdecimal():
+            return max(0, int(maximum) - int(now))
     return 1 << 62
 
 

@@ -16,7 +16,7 @@ class PrefixBlock(NamedTuple):
 
     Attributes:
         group: its cache group.
-        place: where it stands among the blocks of the sequence.
+        place: its index among the blocks of the sequence.
         before, digest: hashes of the prefixes that end before and with it.
     """
 

@@ -20,7 +20,7 @@ from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, B
 from jinfer.engine.scheduling.block_pool import common_prefix_length
 from jinfer.engine.scheduling.border_snapshots import plan_borders
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.engine.scheduling.step_plan import Chunk, StepPlan, split_budget
+from jinfer.engine.scheduling.step_plan import PrefillChunk, StepPlan, split_budget
 from jinfer.ops.attention.kv_cache import BLOCK
 
 STEP = 16  # a step's fixed cost, in tokens
@@ -37,8 +37,8 @@ class Scheduler:
         mixed: token budget of a step in which some sequence decodes.
         sizes: sizes of the compiled flat batches, ascending.
         queue: maximum number of waiting requests; None: unlimited.
-        lanes: micro-batches: groups of slots that take turns, one call each; slot s is in lane
-            s % lanes.
+        micro_batches: number of micro-batches: groups of slots that take turns, one call each; slot
+            s is in micro-batch s % micro_batches.
         preemptions: number of preemptions so far.
         admission_paused: whether no sequence is admitted for the moment.
         slotless: sequences that have blocks but no slot, during a forward pass without sampling.
@@ -54,7 +54,7 @@ class Scheduler:
     mixed: int
     sizes: tuple[int, ...]
     queue: int | None = None
-    lanes: int = 1
+    micro_batches: int = 1
     preemptions: int = 0
     admission_paused: bool = False
     slotless: int = 0
@@ -114,12 +114,12 @@ class Scheduler:
         begun = StepPlan(tuple(admitted), tuple(copies), must_read=must_read)
         if must_read:
             return begun
-        lane = self._next_lane()
-        plan = self._step(begun, *_first_prompts(lane), steps)
+        micro_batch = self._next_micro_batch()
+        plan = self._step(begun, *_first_prompts(micro_batch), steps)
         if plan.empty and not plan.must_read:
             # The prompts wait for blocks that sequences of lower priorities have.
-            prompts = [s for s in lane if s.prefilling]
-            plan = self._step(begun, prompts, [s for s in lane if s not in prompts], steps)
+            prompts = [s for s in micro_batch if s.prefilling]
+            plan = self._step(begun, prompts, [s for s in micro_batch if s not in prompts], steps)
         return plan
 
     def _step(
@@ -145,39 +145,41 @@ class Scheduler:
         return replace(plan, decoding=tuple(decoding), steps=steps)
 
     def upcoming(self) -> list[RunningSequence]:
-        """The sequences that the next call may compute: those of the lane whose turn it is.
+        """The sequences that the next call may compute: those of the micro-batch whose turn it is.
 
         Sequences with tokens in flight count, as they may have more.
         """
         return self._of_turn([s for s in self.running if s.in_flight or _computable(s)])[1]
 
     def calls_ahead(self, launched: bool, unread: int) -> int:
-        """How many calls may stay in flight: one for each lane that has sequences.
+        """How many calls may stay in flight: one for each micro-batch that has sequences.
 
         Args:
             launched: whether this step launched a call; if not, at least one call has to be read.
             unread: number of calls in flight.
         """
-        busy = len({sequence.slot % self.lanes for sequence in self.running})
+        busy = len({sequence.slot % self.micro_batches for sequence in self.running})
         return busy if launched else max(0, min(busy, unread) - 1)
 
-    def _next_lane(self) -> list[RunningSequence]:
-        """The sequences that can be computed, of the lane whose turn it is."""
-        lane, sequences = self._of_turn([s for s in self.running if _computable(s)])
-        self._turn = (lane + 1) % self.lanes
+    def _next_micro_batch(self) -> list[RunningSequence]:
+        """The sequences that can be computed, of the micro-batch whose turn it is."""
+        micro_batch, sequences = self._of_turn([s for s in self.running if _computable(s)])
+        self._turn = (micro_batch + 1) % self.micro_batches
         return sequences
 
     def _of_turn(self, sequences: Sequence[RunningSequence]) -> tuple[int, list[RunningSequence]]:
-        """The first lane that has any of these, from the one whose turn it is on."""
-        for turn in range(self._turn, self._turn + self.lanes):
-            if lane := [s for s in sequences if s.slot % self.lanes == turn % self.lanes]:
-                return turn, lane
+        """The first micro-batch that has any of these, from the one whose turn it is on."""
+        for turn in range(self._turn, self._turn + self.micro_batches):
+            if micro_batch := [
+                s for s in sequences if s.slot % self.micro_batches == turn % self.micro_batches
+            ]:
+                return turn, micro_batch
         return self._turn - 1, []
 
     def _free_slot(self) -> int:
-        """A free slot of the lane that has the fewest sequences."""
-        counts = Counter(sequence.slot % self.lanes for sequence in self.running)
-        slot = min(self._free, key=lambda slot: counts[slot % self.lanes])
+        """A free slot of the micro-batch that has the fewest sequences."""
+        counts = Counter(sequence.slot % self.micro_batches for sequence in self.running)
+        slot = min(self._free, key=lambda slot: counts[slot % self.micro_batches])
         self._free.remove(slot)
         return slot
 
@@ -301,25 +303,25 @@ class Scheduler:
         self._free.append(sequence.slot)
         sequence.block_tables, sequence.slot, sequence.computed, sequence.in_flight = None, -1, 0, 0
 
-    def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[Chunk]:
+    def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[PrefillChunk]:
         """Chunked prefill: the parts of prompts that a step computes."""
-        wanted = [
+        needed = [
             (s, s.prefill_end - s.computed) for s in sorted(prompts, key=lambda s: s.priority_key)
         ]
-        total = sum(count for _, count in wanted)
-        most = self.mixed if decoding else self.chunk
-        if not decoding and len(wanted) > 1:
+        total = sum(count for _, count in needed)
+        limit = self.mixed if decoding else self.chunk
+        if not decoding and len(needed) > 1:
             # Short enough steps, so that the first prompt has its token soon.
-            most = min(most, max(self.mixed, min(count for _, count in wanted)))
-        total = self.fit_batch(min(most, decoding + total), decoding)
+            limit = min(limit, max(self.mixed, min(count for _, count in needed)))
+        total = self.fit_batch(min(limit, decoding + total), decoding)
         budget = max(1, total - decoding)
         chunks = []
-        for sequence, count in split_budget(wanted, budget):
+        for sequence, count in split_budget(needed, budget):
             assert sequence.block_tables is not None
             if not self.blocks.reserve(sequence.block_tables, sequence.computed + count):
                 continue  # all blocks of a sliding-window group are in use for the moment
             last = sequence.computed + count == len(sequence.tokens)
-            chunks.append(Chunk(sequence, sequence.computed, count, last))
+            chunks.append(PrefillChunk(sequence, sequence.computed, count, last))
         return chunks
 
     def fit_batch(self, count: int, decoding: int = 0) -> int:
@@ -338,34 +340,38 @@ class Scheduler:
             divided += self._size(rest + decoding) + STEP
         return smaller[-1] if divided < size + STEP else min(size, count)
 
+    def batch_size(self, tokens: int) -> int:
+        """Size of the smallest compiled batch that has room for so many tokens."""
+        return next(size for size in self.sizes if size >= tokens)
+
     def _size(self, count: int) -> int:
         return next((size for size in self.sizes if size >= count), self.sizes[-1])
 
 
 def _first_prompts(
-    lane: Sequence[RunningSequence],
+    micro_batch: Sequence[RunningSequence],
 ) -> tuple[list[RunningSequence], list[RunningSequence]]:
     """The prompts to compute, and the decoding sequences that do not wait for them.
 
     Of the prompts those of the highest priority, and of the decoding sequences none below it.
     """
-    first = min((s.request.priority for s in lane if s.prefilling), default=None)
+    first = min((s.request.priority for s in micro_batch if s.prefilling), default=None)
     if first is None:
-        return [], list(lane)
-    prompts = [s for s in lane if s.prefilling and s.request.priority == first]
-    return prompts, [s for s in lane if not s.prefilling and s.request.priority <= first]
+        return [], list(micro_batch)
+    prompts = [s for s in micro_batch if s.prefilling and s.request.priority == first]
+    return prompts, [s for s in micro_batch if not s.prefilling and s.request.priority <= first]
 
 
 def _computable(sequence: RunningSequence) -> bool:
     """Whether the next call can compute tokens of it."""
-    wanted = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
-    return wanted and not sequence.waits_for_grammar
+    needed = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
+    return needed and not sequence.waits_for_grammar
 
 
 def _wants_snapshot(other: RunningSequence, sequence: RunningSequence, cached: int) -> bool:
     """Whether a running prompt will come past a prefix of a sequence; it leaves a snapshot."""
-    most = len(sequence.tokens) - 1
-    same = common_prefix_length(other.tokens, sequence.tokens[:most])
+    limit = len(sequence.tokens) - 1
+    same = common_prefix_length(other.tokens, sequence.tokens[:limit])
     if same < max(cached + MIN_COPY_TOKENS, other.computed + 1):
         return False
     other.snapshots.add(same)

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from jinfer.engine.output.captured_values import CapturedValues
-from jinfer.engine.output.drafted_step import DraftedStep
+import numpy as np
+
 from jinfer.engine.requests import Request
 from jinfer.engine.scheduling.block_manager import BlockTables
-from jinfer.engine.scheduling.thinking_budget import Thought
+from jinfer.engine.thinking_budget import Thought
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass(eq=False)
+class CapturedValues:
+    """The captured values of one request, as far as they were computed.
+
+    Attributes:
+        names: of the values.
+    """
+
+    names: Sequence[str]
+    _pieces: list[tuple[np.ndarray, Mapping[str, np.ndarray]]] = field(default_factory=list)
+
+    def add(self, positions: Int[np.ndarray, " rows"], values: Mapping[str, np.ndarray]) -> None:
+        """Adds values [rows, ...] at some positions, -1 for none.
+
+        Those of a position that is computed again replace the earlier ones, which are equal.
+        """
+        self._pieces.append((positions, values))
+
+    def until(self, count: int) -> dict[str, Float[np.ndarray, "tokens ..."]]:
+        """The values of the first tokens by name, float32."""
+        found = dict[str, np.ndarray]()
+        for positions, values in self._pieces:
+            there = (positions >= 0) & (positions < count)
+            for name in self.names:
+                part = values[name]
+                if name not in found:
+                    found[name] = np.zeros((count, *part.shape[1:]), np.float32)
+                found[name][positions[there]] = part[there]
+        return found
+
+
+ROOT = -1  # parent of the first level: the sequence's last token
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Tokens that may follow a sequence, parents before their children.
+
+    Attributes:
+        tokens: token of each node.
+        parents: index of each node's parent; `ROOT`: the sequence's last token.
+        sources: draft source of each node.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def depths(self) -> list[int]:
+        """Depth of each node; 1: a child of the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+
+@dataclass(frozen=True)
+class DraftedStep(DraftTree):
+    """A token tree that one call verified.
+
+    Attributes:
+        accepted: the accepted nodes, from a child of the root on.
+        chosen: all tokens that the call gave; the last may not have been drafted.
+    """
+
+    accepted: tuple[int, ...] = ()
+    chosen: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

@@ -46,14 +46,14 @@ class StatePool:
 
     Attributes:
         count: number of blocks.
-        most: number of snapshots, at most.
+        limit: number of snapshots, at most.
         on_full, on_evict: as of `BlockPool`, of snapshots at the end of a block of tokens; the copy
             that fills a kept block may not have been launched yet.
     """
 
-    def __init__(self, count: int, most: int | None = None) -> None:
+    def __init__(self, count: int, limit: int | None = None) -> None:
         self.count = count
-        self.most = count if most is None else most
+        self.limit = count if limit is None else limit
         self._free = list(range(count - 1, -1, -1))
         # Of each priority by block, in LRU order.
         self._kept = tuple(OrderedDict[int, Snapshot]() for _ in RetentionPriority)
@@ -80,7 +80,7 @@ class StatePool:
     @property
     def share(self) -> int:
         """Snapshots that one prompt may leave on its way."""
-        return max(1, self.most // 4)
+        return max(1, self.limit // 4)
 
     def note(self, digest: bytes) -> None:
         """Remembers that a sequence has begun with the whole blocks with this hash."""
@@ -144,20 +144,20 @@ class StatePool:
         """A sequence's block is not needed any more."""
         self._free.append(block)
 
-    def prefixes(self, seed: bytes, tokens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    def prefixes(self, seed: bytes, tokens: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
         """(number of tokens, block) of each snapshot of a prefix, the longest first.
 
         Args:
             seed: as of `BlockTables`.
-            most: tokens of the prefix, at most.
+            limit: tokens of the prefix, at most.
         """
         if not self.snapshots:
             return
         digests = [seed]
-        for end in range(BLOCK, most + 1, BLOCK):
+        for end in range(BLOCK, limit + 1, BLOCK):
             digests.append(chain_hash(digests[-1], tokens[end - BLOCK : end]))
         for index in range(len(digests) - 1, -1, -1):
-            rest = tuple(tokens[index * BLOCK : most])
+            rest = tuple(tokens[index * BLOCK : limit])
             here = self._after.get(digests[index], {})
             for content in sorted(here, key=len, reverse=True):
                 if index + len(content) and rest[: len(content)] == content:
@@ -201,12 +201,12 @@ class StatePool:
     ) -> bool:
         """`keep` of a block for a snapshot; False, the block released, where there is one."""
         known = self._after.get(snapshot.before, {}).get(snapshot.tokens)
-        if known is not None or not self.most:
+        if known is not None or not self.limit:
             self.release(block)
             if known is not None:
                 self._raise(known, priority)
             return False
-        if self.snapshots == self.most:
+        if self.snapshots == self.limit:
             self.release(self._evict())
         self._kept[priority][block] = snapshot
         self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block

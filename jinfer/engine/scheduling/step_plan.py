@@ -10,7 +10,7 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Chunked prefill: a range of a sequence's known tokens that one step computes.
 
     Attributes:
@@ -33,14 +33,14 @@ class StepPlan:
         copies: blocks to copy first.
         chunks: chunks of prompts.
         decoding: sequences that get their next token.
-        steps: new tokens of each of those, at most; 1 beside chunks, or if one of them is guided
+        steps: new tokens of each of those, at most; 1 with chunks, or if a sequence is guided
             or has no new token yet.
         must_read: nothing can be planned before the results of earlier calls are read.
     """
 
     admitted: tuple[RunningSequence, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
     decoding: tuple[RunningSequence, ...] = ()
     steps: int = 1
     must_read: bool = False
@@ -51,7 +51,7 @@ class StepPlan:
         return not (self.chunks or self.decoding)
 
 
-def split_budget[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
+def split_budget[T](needed: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
     """Divides a token budget: half to the first prompt, the rest to those that want least.
 
     Prompts of equal lengths are finished one after the other, which halves the mean time to first
@@ -61,12 +61,12 @@ def split_budget[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[
     Args:
         wanted: (prompt, tokens that it still wants), the first in line first.
     """
-    counts = dict.fromkeys(range(len(wanted)), 0)
-    if wanted and budget > 0:
-        counts[0] = min(wanted[0][1], -(-budget // 2))
+    counts = dict.fromkeys(range(len(needed)), 0)
+    if needed and budget > 0:
+        counts[0] = min(needed[0][1], -(-budget // 2))
         budget -= counts[0]
-    for i in sorted(counts, key=lambda i: wanted[i][1] - counts[i]):
-        more = min(wanted[i][1] - counts[i], budget)
+    for i in sorted(counts, key=lambda i: needed[i][1] - counts[i]):
+        more = min(needed[i][1] - counts[i], budget)
         counts[i] += more
         budget -= more
-    return [(one, counts[i]) for i, (one, _) in enumerate(wanted) if counts[i]]
+    return [(one, counts[i]) for i, (one, _) in enumerate(needed) if counts[i]]

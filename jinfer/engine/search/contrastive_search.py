@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, NotFiniteError, Token
-from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.flat_batch import FlatBatch, padded
 from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
-from jinfer.engine.runner.model_runner import padded
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 
 
@@ -36,72 +36,71 @@ class ContrastiveSearch:
     _candidates: list[int] = field(default_factory=list)
     _probabilities: np.ndarray | None = None
 
-    def release_blocks(self, engine: EngineCore) -> None:
+    def release_blocks(self, scheduler: Scheduler) -> None:
         """As `SearchDriver.release_blocks`: the hidden states are recomputed."""
         self._past = None
 
-    def advance(self, engine: EngineCore, sequence: RunningSequence) -> list[Token | Failed]:
+    def advance(
+        self, runner: ModelRunner, scheduler: Scheduler, sequence: RunningSequence
+    ) -> list[Token | Failed]:
         """One step of the search."""
-        events: list[Token | Failed] = []
         if sequence.remaining <= 0:
-            return events
-        while self._past is None:
-            try:
-                self._begin(engine, sequence)
-            except NoRoomError:
-                events += engine.preempt_for(sequence)
-                if sequence.block_tables is None:
-                    return events
-        while (rows := self._rows(engine, sequence)) is None:
-            events += engine.preempt_for(sequence)
-            if sequence.block_tables is None:
-                return events
-        return [*events, *self._step(engine, sequence, rows)]
+            return []
+        if self._past is None:
+            self._begin(runner, scheduler, sequence)
+        rows = self._rows(runner, scheduler, sequence)
+        return self._step(runner, scheduler, sequence, rows)
 
-    def _begin(self, engine: EngineCore, sequence: RunningSequence) -> None:
+    def _begin(self, runner: ModelRunner, scheduler: Scheduler, sequence: RunningSequence) -> None:
         """Computes past hidden states; the last token is the only candidate of the first step."""
         *before, last = sequence.tokens
-        width = engine.programs.sizes.context
-        past = np.zeros((width, engine.programs.hidden), np.float32)
+        width = runner.programs.sizes.context
+        past = np.zeros((width, runner.programs.hidden), np.float32)
         if before:
-            passes = forward(engine, before, "hidden", sequence.request.encoder)
-            past[: len(before)] = run_to_end(engine, passes)
+            passes = forward(runner, scheduler, before, "hidden", sequence.request.encoder)
+            past[: len(before)] = run_to_end(runner, passes)
         self._past, self._length = past, len(before)
         self._candidates = [last]
         self._probabilities = np.eye(1, self.count, dtype=np.float32)[0]
 
-    def _rows(self, engine: EngineCore, sequence: RunningSequence) -> list[BlockTables] | None:
-        """Block tables for each candidate; None if there are too few blocks."""
+    def _rows(
+        self, runner: ModelRunner, scheduler: Scheduler, sequence: RunningSequence
+    ) -> list[BlockTables]:
+        """Block tables for each candidate. Raises `NoRoomError`."""
         assert sequence.block_tables is not None, "it is admitted"
         count, length = len(self._candidates), self._length
         parents, ends = [sequence.block_tables] * count, [length + 1] * count
-        if (forked := engine.scheduler.blocks.fork_all(parents, length, ends)) is None:
-            return None
+        if (forked := scheduler.blocks.fork_all(parents, length, ends)) is None:
+            raise NoRoomError
         rows, copies = forked
-        engine.copy_blocks(copies)
+        runner.copy_blocks(copies)
         return rows
 
     def _step(
-        self, engine: EngineCore, sequence: RunningSequence, rows: list[BlockTables]
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        sequence: RunningSequence,
+        rows: list[BlockTables],
     ) -> list[Token | Failed]:
         count, length, request = self.count, self._length, sequence.request
         tokens, at = padded(self._candidates, count), padded(range(len(rows)), count, -1)
-        program = engine.programs.get(StepKey("contrastive", count, rows=count))
+        program = runner.programs.get(StepKey("contrastive", count, rows=count))
         lengths = length, len(request.prompt), len(request.encoder)
-        tables = engine.block_tables(count, list(enumerate(rows)))
+        tables = runner.block_tables(count, list(enumerate(rows)))
         batch: Any = tokens, at, *(np.full(count, n, np.int32) for n in lengths), tables
         more = self._past, self._probabilities, np.float32(self.alpha)
         cache, self._past, best, candidates, probabilities = program(
-            engine.leaves, engine.cache, FlatBatch(*batch), *more
+            runner.leaves, runner.cache, FlatBatch(*batch), *more
         )
-        engine.set_cache(cache)
+        runner.set_cache(cache)
         chosen = int(best)
         token = self._candidates[chosen]
         # The sequence goes on with the blocks of the chosen candidate.
         assert sequence.block_tables is not None, "it is admitted"
         others = [tables for row, tables in enumerate(rows) if row != chosen]
         for other in (sequence.block_tables, *others):
-            engine.scheduler.blocks.free(other)
+            scheduler.blocks.free(other)
         sequence.block_tables = rows[chosen]
         self._length = sequence.computed = length + 1
         self._candidates = np.asarray(candidates).tolist()

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jax import Array
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import EngineError, Failed, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.engine.search.grammar_turns import (
+from jinfer.engine.search.grammar_worker import (
     BUDGET,
     GrammarThreads,
-    Position,
-    Turn,
+    MaskRequest,
+    MaskResult,
+    compute_mask,
     done_by,
-    take_turn,
 )
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.param_types import MAX_BAD_LENGTH
@@ -52,19 +52,19 @@ class Guide:
 
     Attributes:
         sequence: the sequence that it guides.
-        matcher: the grammar's state; during a turn only the turn's thread may use it.
+        matcher: the grammar's state; only the worker may use it while `work` runs.
         rules: the request's forbidden tokens, which are not forced either.
         mask: bitmask of the tokens that may come next, once it is known.
-        turn: the turn that runs.
+        work: the mask request that runs.
         deadline: until when a step waits for it.
-        slow: the last turn took longer than `BUDGET`.
+        slow: the last mask took longer than `BUDGET`.
     """
 
     sequence: RunningSequence
     matcher: Matcher
     rules: ForbiddenTokens
     mask: UInt[np.ndarray, " words"] | None = None
-    turn: Future[Turn] | None = None
+    work: Future[MaskResult] | None = None
     deadline: float = 0.0
     slow: bool = False
 
@@ -76,7 +76,7 @@ class Guides:
     Attributes:
         by_request: the guide of each request.
         pending: logits that are not sampled from yet, and the (row, sequence) of those to sample.
-        threads: where turns run.
+        threads: compute the masks.
     """
 
     by_request: dict[int, Guide] = field(default_factory=dict)
@@ -119,9 +119,9 @@ class Guides:
         self.threads.close()
 
     def advance(self, sequence: RunningSequence, tokens: Sequence[Token], words: int) -> None:
-        """Starts a turn that advances a grammar by sampled tokens; the sequence waits for it."""
+        """Have a grammar advanced by sampled tokens; the sequence waits for its mask."""
         guide, request = self.by_request[sequence.request.id], sequence.request
-        at = Position(
+        at = MaskRequest(
             request.id,
             tuple(sequence.tokens[-MAX_BAD_LENGTH:]),
             len(sequence.tokens) - len(request.prompt),
@@ -131,64 +131,75 @@ class Guides:
         )
         sequence.waits_for_grammar, guide.mask = True, None
         guide.deadline = time.monotonic() + BUDGET
-        guide.turn = self.threads.submit(
-            guide.slow, take_turn, guide.matcher, guide.rules, at, tokens, words
+        guide.work = self.threads.submit(
+            guide.slow, compute_mask, guide.matcher, guide.rules, at, tokens, words
         )
 
-    def collect_turns(self, engine: EngineCore) -> list[Token | Failed]:
-        """Tokens of finished turns, forced ones included.
+    def collect(
+        self, runner: ModelRunner, running: Sequence[RunningSequence]
+    ) -> list[Token | Failed]:
+        """Collect the finished masks, and return the new tokens, with forced tokens.
 
         Forced tokens are appended to the sequence, and its slot is set again.
         """
         waiting = [
-            (guide, guide.turn) for guide in self.by_request.values() if guide.turn is not None
+            (guide, guide.work) for guide in self.by_request.values() if guide.work is not None
         ]
-        settled = [(guide, turn) for guide, turn in waiting if done_by(turn, guide.deadline)]
-        if waiting and not settled and all(s.waits_for_grammar for s in engine.scheduler.running):
+        settled = [(guide, work) for guide, work in waiting if done_by(work, guide.deadline)]
+        if waiting and not settled and all(s.waits_for_grammar for s in running):
             done_by(waiting[0][1], time.monotonic() + _ALONE)
-        return [event for guide, turn in settled for event in self._collect(engine, guide, turn)]
+        return [event for guide, work in settled for event in self._collect(runner, guide, work)]
 
     def _collect(
-        self, engine: EngineCore, guide: Guide, done: Future[Turn]
+        self, runner: ModelRunner, guide: Guide, done: Future[MaskResult]
     ) -> list[Token | Failed]:
         sequence = guide.sequence
         try:
-            turn = done.result()
+            result = done.result()
         except Exception as error:  # other requests go on
             failed = EngineError(f"a grammar failed: {type(error).__name__}: {error}")
-            turn = Turn([Failed(sequence.request.id, failed)], ended=True)
-        guide.turn, guide.mask, guide.slow = None, turn.mask, turn.seconds > BUDGET
-        sequence.waits_for_grammar, sequence.ended = False, turn.ended
-        if turn.gave_up and sequence.thought is not None:
+            result = MaskResult([Failed(sequence.request.id, failed)], ended=True)
+        guide.work, guide.mask, guide.slow = None, result.mask, result.seconds > BUDGET
+        sequence.waits_for_grammar, sequence.ended = False, result.ended
+        if result.gave_up and sequence.thought is not None:
             sequence.thought.give_up()
-        for id in turn.forced:
+        for id in result.forced:
             sequence.append(id)
-        if turn.forced and sequence.block_tables is not None and not turn.ended:
-            engine.set_slot(sequence)
+        if result.forced and sequence.block_tables is not None and not result.ended:
+            runner.set_slot(sequence)
         due = sequence.thought is not None and sequence.thought.due
-        if due and turn.forced and sequence.room and not turn.ended:  # they made a thought too long
-            self.advance(sequence, (), engine.programs.words)
-        return turn.events
+        if (
+            due and result.forced and sequence.room and not result.ended
+        ):  # they made a thought too long
+            self.advance(sequence, (), runner.programs.words)
+        return result.events
 
-    def sample_pending(self, engine: EngineCore) -> list[Token | Failed]:
-        """Samples from pending logits whose masks are ready."""
+    def sample_pending(
+        self, runner: ModelRunner
+    ) -> tuple[list[Token | Failed], CallInFlight | None]:
+        """Sample from pending logits whose masks are ready.
+
+        Returns:
+            Sequences' ends, where nothing may follow, and the launched call, if there is one.
+        """
         if self.pending is None:
-            return []
+            return [], None
         (logits, rows), self.pending = self.pending, None
-        rows = tuple((row, s) for row, s in rows if engine.is_running(s))
+        rows = tuple((row, s) for row, s in rows if s.block_tables is not None)
         if later := tuple((row, s) for row, s in rows if s.waits_for_grammar):
             self.pending = logits, later
         logits_of = [(row, s) for row, s in rows if not s.waits_for_grammar and _goes_on(s)]
         count, ended = logits.shape[0], list[Token | Failed]()
-        mask = np.zeros((count, engine.programs.words), np.uint32)
-        slots = np.full(count, engine.programs.sizes.slots, np.int32)
+        mask = np.zeros((count, runner.programs.words), np.uint32)
+        slots = np.full(count, runner.programs.sizes.slots, np.int32)
         for row, sequence in logits_of:
             ended += self._mask(sequence, mask[row])
-            slots[row] = engine.programs.sizes.slots if sequence.ended else sequence.slot
-        if chosen := tuple((row, s) for row, s in logits_of if not s.ended):
-            result = engine.sample(logits, slots, [s for _, s in chosen], mask)
-            engine.record_in_flight(CallInFlight(result, chosen, 1))
-        return ended
+            slots[row] = runner.programs.sizes.slots if sequence.ended else sequence.slot
+        chosen = tuple((row, s) for row, s in logits_of if not s.ended)
+        if not chosen:
+            return ended, None
+        output = runner.sample(logits, slots, [s for _, s in chosen], mask)
+        return ended, CallInFlight(output, chosen, 1)
 
     def discard_logits(self, sequence: RunningSequence) -> None:
         """Drops a sequence's pending logits: it is preempted, or recomputed."""
@@ -208,7 +219,7 @@ class Guides:
             out[:] = _EVERYTHING
             return []
         guide, id = self.by_request[sequence.request.id], sequence.request.id
-        assert guide.mask is not None, "its turn is done, and tokens may follow"
+        assert guide.mask is not None, "its mask is computed, and tokens may follow"
         out[:] = guide.mask
         drawn = len(sequence.tokens) - len(sequence.request.prompt)
         guide.rules.clear(out, sequence.tokens, drawn)

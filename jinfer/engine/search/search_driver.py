@@ -5,19 +5,26 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Request, Token
+from jinfer.engine.runner.model_runner import ModelRunner
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 class SearchDriver(Protocol):
     """Computes the tokens of one host-driven sequence, step by step."""
 
-    def advance(self, engine: EngineCore, sequence: RunningSequence) -> list[Token | Failed]:
-        """Computes the next tokens of the sequence, which is prefilled but for its last token."""
+    def advance(
+        self, runner: ModelRunner, scheduler: Scheduler, sequence: RunningSequence
+    ) -> list[Token | Failed]:
+        """Compute the next tokens of the sequence, which is prefilled but for its last token.
 
-    def release_blocks(self, engine: EngineCore) -> None:
-        """Frees the blocks of the search: its request has ended, or is preempted.
+        Raises:
+            NoRoomError: too few blocks; it can be called again once there are more.
+        """
+
+    def release_blocks(self, scheduler: Scheduler) -> None:
+        """Free the blocks of the search: its request has ended, or is preempted.
 
         After a preemption the search restarts from the known tokens.
         """
@@ -41,8 +48,8 @@ def make_driver(request: Request, rank: int) -> SearchDriver | None:
 
         ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
         every = ends | set(sampling.stop_token_ids)
-        most = request.limit - len(request.prompt)
+        max_tokens = request.limit - len(request.prompt)
         early = sampling.early_stopping
-        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, max_tokens)
         return BeamSearch(start, rank)
     return None

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 _MERGE = "can only be merged into the weights: set merge = true"
-_MOST_CODE = 127  # of int8, either sign
+_MAX_CODE = 127  # largest int8 code, of either sign
 
 
 @dataclass(frozen=True)
 class AdapterTerm:
-    """The low-rank term b @ a of one projection; b has the adapter's factor in it.
+    """The low-rank term b @ a of a projection; b includes the adapter's factor.
 
-    Those of experts' projections have an axis of the experts before.
+    Terms of experts' projections have a first axis of experts.
 
     Attributes:
-        magnitude: DoRA's lengths of rows; None: an ordinary LoRA.
+        magnitude: DoRA's lengths of rows; None: a LoRA without them.
         norms: the terms of `jinfer.ops.matmul.lora`, once the weight is known.
     """
 
@@ -50,7 +50,7 @@ class AdapterTerm:
 
 
 def check_names(adapter: LoraAdapter, format: str) -> None:
-    """Raises `LoadError` if the model's file has other names, and other orders of rows."""
+    """Raise `LoadError` if the model's file has other names, and other orders of rows."""
     if (adapter.format == "gguf") != (format == "gguf"):
         own, other = ("GGUF", "Hugging Face's") if format == "gguf" else ("Hugging Face's", "GGUF")
         raise LoadError(
@@ -108,12 +108,12 @@ def adapter_terms(
 def _check_there(
     adapter: LoraAdapter, files: Mapping[str, Tensor], model: AbstractModel, tensors: TensorMap
 ) -> None:
-    """Raises `LoadError` if a tensor, by all names of it, is none of the model's."""
+    """Raise `LoadError` if a tensor, by all names of it, is none of the model's."""
     places = (tensors.source_of(name) for name in (*model.names, "logits.weight"))
     choices = (choice for place in places if place for choice in place.candidates())
     known = {name for choice in choices for name in choice.names}
     stacks = [name for name in known if "{e}" in name]
-    known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_most_experts(model))}
+    known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_max_experts(model))}
     there = {file.name for name, file in files.items() if name in known}
     if absent := sorted({file.name for file in files.values()} - there):
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -121,7 +121,7 @@ def _check_there(
         raise LoadError(f"{adapter.path}: {reason}: the adapter belongs to another one")
 
 
-def _most_experts(model: AbstractModel) -> int:
+def _max_experts(model: AbstractModel) -> int:
     shapes = parameter_shapes(model).values()
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
@@ -153,7 +153,7 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
 
 
 def saved_tensors(adapter: LoraAdapter, tensors: TensorMap, name: str = "") -> dict[str, Tensor]:
-    """What replaces a model's tensors, or the one of a name, by all names of it."""
+    """Return the adapter's tensors that replace the model's, by all names, or those of a name."""
     saved = {n: replace(t, name=n) for n, t in adapter.saved.items() if name in ("", n)}
     return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), tensors)
 
@@ -224,11 +224,11 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
     if place.parts:
         b = found.part(found.files[0], b, shapes)
         length = None if length is None else found.part(found.files[0], length, shapes)
-    wanted = shapes[found.parameter][found.stacked :]
-    if (b.shape[0], a.shape[1]) != tuple(wanted):
+    expected = shapes[found.parameter][found.stacked :]
+    if (b.shape[0], a.shape[1]) != tuple(expected):
         raise LoadError(
             f"{adapter.path}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, and "
-            f"{found.parameter} is {list(wanted)}: it belongs to another model"
+            f"{found.parameter} is {list(expected)}: it belongs to another model"
         )
     length = None if length is None else length[:, 0]
     return AdapterTerm(a, module.scaled(b), length)
@@ -316,7 +316,7 @@ def stacked(
 
 
 def _too_large(term: AdapterTerm, dtype: np.dtype) -> str:
-    """What is wrong with a term that is not finite in a parameter's type, and what to do."""
+    """Return the error for a term that is not finite in a parameter's type."""
     if np.isfinite(term.a).all() and np.isfinite(term.b).all():
         helps = 'set engine.adapter_dtype = "int8", which has scales in float32, or dtype'
         return f'has numbers that are too large for {dtype}; {helps} = "float32"'
@@ -324,7 +324,7 @@ def _too_large(term: AdapterTerm, dtype: np.dtype) -> str:
 
 
 def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
-    """What a parameter has of a term: [*experts, rank, ..] of a matrix, [*experts, 2, rank]."""
+    """Return the part of a term for a parameter: [*experts, rank, ..], or [*experts, 2, rank]."""
     a, b = term.a, term.b.swapaxes(-1, -2)
     if leaf == LORA_FACTORS:
         return np.stack([_factors(a), _factors(b)], axis=-2)
@@ -335,9 +335,9 @@ def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
     factors = _factors(own)[..., None]
     with np.errstate(invalid="ignore"):  # so are infinite factors
         codes = np.rint(own / np.where(factors > 0, factors, 1))
-        return np.clip(codes, -_MOST_CODE, _MOST_CODE).astype(np.int8)
+        return np.clip(codes, -_MAX_CODE, _MAX_CODE).astype(np.int8)
 
 
 def _factors(matrix: Float[np.ndarray, "*rows size"]) -> Float[np.ndarray, " *rows"]:
-    """What the codes of each row are multiplied by, so that its largest number is the last one."""
-    return np.abs(matrix).max(axis=-1) / np.float32(_MOST_CODE)
+    """Return the factor of the codes of each row, whose largest number becomes the last code."""
+    return np.abs(matrix).max(axis=-1) / np.float32(_MAX_CODE)

@@ -1,7 +1,7 @@
-"""Control vectors: steering vectors of llama.cpp's kind, a direction for each layer in a GGUF file.
+"""Control vectors: steering vectors in a GGUF file, a direction for each layer (llama.cpp).
 
 `direction.N` [hidden] is added to the residual stream after layer N; llama.cpp counts layers from
-0 here, and has no direction for that one. Its loader reads nothing else of the file.
+0 here, and has no direction for layer 0. Its loader reads nothing else of the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinfer.sampling.activation_edits import Range, Steer
 
 _ARCHITECTURE = "controlvector"
 _NAME = re.compile(r"direction\.(\d{1,4})")
-_MOST = 1024  # layers
+_MAX_LAYERS = 1024  # layers
 
 
 def read_control_vector(
@@ -27,14 +27,14 @@ def read_control_vector(
     layers: tuple[int, int] | None = None,
     tokens: Range | slice = "all",
 ) -> list[Steer]:
-    """The steering vectors of a control vector: one for each layer.
+    """Read the steering vectors of a control vector, a vector for each layer.
 
     Args:
         path: a GGUF file.
-        scale: what they are multiplied by (llama.cpp: --control-vector-scaled).
-        layers: the first and the last layer that gets its vector; None: all that the file has
+        scale: a factor (llama.cpp: --control-vector-scaled).
+        layers: the first and the last layer to steer; None: all layers of the file
             (llama.cpp: --control-vector-layer-range).
-        tokens: at which tokens, as of `Edit`.
+        tokens: the tokens to steer, see `Edit`.
 
     Raises:
         CheckpointError: the file is damaged, or no control vector.
@@ -49,7 +49,7 @@ def read_control_vector(
     for name, tensor in checkpoint.tensors.items():
         match = _NAME.fullmatch(name)
         number = 0 if match is None else int(match[1])
-        if not 1 <= number < _MOST:
+        if not 1 <= number < _MAX_LAYERS:
             reason = f"{name:.100} is no direction of a layer; they are direction.1 and so on"
             raise CheckpointError(path, reason)
         if tensor.type != "F32" or len(tensor.shape) != 1 or not tensor.shape[0]:
@@ -62,7 +62,7 @@ def read_control_vector(
     if len(widths) != 1:
         reason = f"its directions have widths {widths}" if widths else "has no direction.N"
         raise CheckpointError(path, f"{reason}: it is no control vector")
-    first, last = (1, _MOST) if layers is None else layers
+    first, last = (1, _MAX_LAYERS) if layers is None else layers
     return [
         Steer(f"decoder.{number}.x", vector, scale, tokens)
         for number, vector in sorted(found.items())

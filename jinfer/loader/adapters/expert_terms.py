@@ -26,11 +26,11 @@ type Pair = tuple[
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A module of an adapter that is a stack of experts' matrices, and a parameter of it.
+    """A module of an adapter for a stack of experts' matrices, and a parameter of the stack.
 
     Attributes:
         adapter, name: the module.
-        origin: how the parameter would stand in a file that has the stack.
+        origin: the origin of the parameter in a file with the stack.
         shapes: of every parameter.
     """
 
@@ -108,18 +108,18 @@ def merged_stacks(
     matrices: Mapping[str, Tensor],
     files: Mapping[str, Tensor],
 ) -> tuple[dict[str, tuple[Tensor, Callable[[], np.ndarray]]], set[str]]:
-    """What an adapter's stacks make of a checkpoint's tensors.
+    """Merge an adapter's stacks into a checkpoint's tensors.
 
     Args:
-        matrices: of `named_modules`.
+        matrices: the result of `named_modules`.
         files: the checkpoint's tensors by name.
 
     Returns:
-        name of each tensor that changes -> it, and what gives its values in float32; and the names
-        of the modules that were used.
+        Name of each changed tensor -> the tensor and a function that returns its values in float32;
+        and the names of the modules that were used.
 
     Raises:
-        LoadError: the checkpoint has no tensors for a stack, or others.
+        LoadError: the checkpoint has no tensors for a stack, or unfit tensors.
     """
     shapes, used = parameter_shapes(model), set[str]()
     changed = dict[str, tuple[Tensor, Callable[[], np.ndarray]]]()
@@ -143,12 +143,12 @@ def _targets(
     count, origin = stack.shapes[stack.origin.parameter][0], stack.origin
     for choice in place.candidates():
         for name in choice.names:
-            wanted = [name.replace("{e}", str(e)) for e in range(count)]
-            if "{e}" in name and all(each in files for each in wanted) and not choice.parts:
+            full = [name.replace("{e}", str(e)) for e in range(count)]
+            if "{e}" in name and all(each in files for each in full) and not choice.parts:
                 own = cache(stack.own)
                 return [
-                    (files[each], _with_one(stack, files[each], choice, own, e))
-                    for e, each in enumerate(wanted)
+                    (files[each], _with_expert(stack, files[each], choice, own, e))
+                    for e, each in enumerate(full)
                 ]
             same = replace(choice, fallback=None) == replace(origin.place, fallback=None)
             if name in files and same:
@@ -159,7 +159,7 @@ def _targets(
     )
 
 
-def _with_one(
+def _with_expert(
     stack: ExpertStack, file: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
 ) -> Callable[[], np.ndarray]:
     def values() -> np.ndarray:

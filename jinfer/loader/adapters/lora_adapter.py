@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
-from jinfer.guard.sandboxed_process import SandboxError
 from jinfer.loader.adapters.peft_patterns import first_matches
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.gguf import open_gguf
 from jinfer.loader.checkpoint.mapped_file import parse_object
 from jinfer.loader.checkpoint.open import open_pickle
 from jinfer.loader.checkpoint.safetensors import open_safetensors
+from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
+from jinfer.sandbox.sandboxed_process import SandboxError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -29,7 +29,7 @@ CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 DAMAGED = "the file is damaged: copy or train it again"
 _MAX_CONFIG = 1 << 20
-_MOST_ALPHA = 1e6
+_MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[\w-]+)?")
@@ -55,16 +55,17 @@ _PLAIN_KEYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The low-rank term of one matrix, or of those of all experts: scale * b @ a.
+    """The low-rank term of a matrix, or of the matrices of all experts: scale * b @ a.
 
     Attributes:
-        a: [rank, inputs]; of experts [experts * rank, inputs], or [experts, rank, inputs].
-        b: [outputs, rank]; of experts [outputs, rank * experts], or [experts, outputs, rank].
-        scale: what it is multiplied by.
-        magnitude: DoRA's lengths of rows [outputs]; None: an ordinary LoRA.
-        experts: how many there are; 0: it is of one matrix.
-        by_axes: whether its "inputs" are the first of the two axes that the model's file has, as
-            older versions of PEFT wrote experts' terms, instead of the matrices' inputs.
+        a: [rank, inputs]; for experts [experts * rank, inputs], or [experts, rank, inputs].
+        b: [outputs, rank]; for experts [outputs, rank * experts], or [experts, outputs, rank].
+        scale: a factor.
+        magnitude: DoRA's lengths of rows [outputs]; None: a LoRA without them.
+        experts: number of experts; 0: the term belongs to a single matrix.
+        by_axes: whether "inputs" means the first of the two axes in the model's file, as in
+            experts'
+            terms of older versions of PEFT, instead of the matrices' inputs.
     """
 
     a: Tensor
@@ -105,13 +106,13 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter; its matrices are read when asked for.
+    """A LoRA adapter, whose matrices are read lazily.
 
     Attributes:
         path: its file, for errors.
-        format: whose names its modules have: those of a model's Hugging Face or GGUF file.
+        format: the names of its modules: those of a model's Hugging Face or GGUF file.
         modules: name of a module in the model's file -> its term.
-        saved: name of a tensor in the model's file -> what stands in its place (`modules_to_save`).
+        saved: name of a tensor in the model's file -> its replacement (`modules_to_save`).
         digest: hash of its contents.
     """
 
@@ -138,17 +139,17 @@ class LoraAdapter:
 
 
 def open_adapter(path: Path) -> LoraAdapter:
-    """Opens an adapter: PEFT's folder or a file in it, or a GGUF file.
+    """Open an adapter: PEFT's folder or a file in it, or a GGUF file.
 
     Raises:
-        CheckpointError: it is none, is damaged, or asks for what is not supported.
+        CheckpointError: it is no adapter, is damaged, or uses an unsupported feature.
     """
     if path.is_file() and path.suffix == ".gguf":
         return _with_digest(_open_gguf(path))
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
-        wanted = f"a folder with {CONFIG}, or a .gguf file"
-        raise CheckpointError(path, f"is no LoRA adapter: there is no {CONFIG}; give {wanted}")
+        expected = f"a folder with {CONFIG}, or a .gguf file"
+        raise CheckpointError(path, f"is no LoRA adapter: there is no {CONFIG}; give {expected}")
     for name in _FILES:
         if (folder / name).is_file():
             read = open_safetensors if name.endswith(".safetensors") else open_pickle
@@ -241,11 +242,7 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def _peft_scale(path: Path, config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) of rsLoRA (arXiv 2312.03732)."""
-    if (
-        isinstance(alpha, bool)
-        or not isinstance(alpha, int | float)
-        or not abs(alpha) < _MOST_ALPHA
-    ):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < _MAX_ALPHA:
         raise CheckpointError(path, f"lora_alpha is {alpha!r:.100}, which is no factor")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -269,14 +266,14 @@ def _by_pattern(
 
 def _open_gguf(path: Path) -> LoraAdapter:
     checkpoint = open_gguf(path)
-    said = checkpoint.metadata
-    if (said.get("general.type"), said.get("adapter.type")) != ("adapter", "lora"):
+    metadata = checkpoint.metadata
+    if (metadata.get("general.type"), metadata.get("adapter.type")) != ("adapter", "lora"):
         reason = "is no LoRA adapter: general.type and adapter.type are not adapter and lora"
         raise CheckpointError(path, reason)
-    if "adapter.alora.invocation_tokens" in said:
+    if "adapter.alora.invocation_tokens" in metadata:
         raise CheckpointError(path, "is an activated LoRA, which is not read")
-    alpha = said.get("adapter.lora.alpha", 0.0)
-    if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
+    alpha = metadata.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, int | float) or not abs(alpha) < _MAX_ALPHA:
         raise CheckpointError(path, f"adapter.lora.alpha is {alpha!r:.100}, which is no factor")
     pairs = dict[str, dict[str, Tensor]]()
     for name, tensor in checkpoint.tensors.items():
@@ -299,8 +296,8 @@ def _checked_stacks(path: Path, module: str, pair: Mapping[str, Tensor]) -> tupl
     a, b = pair["A"], pair["B"]
     if a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2] or 0 in a.shape:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        wanted = "[experts, rank, in] and [experts, out, rank]"
-        raise CheckpointError(path, f"{module}: lora_a and lora_b are {shapes}, not {wanted}")
+        expected = "[experts, rank, in] and [experts, out, rank]"
+        raise CheckpointError(path, f"{module}: lora_a and lora_b are {shapes}, not {expected}")
     return a, b
 
 
@@ -320,7 +317,7 @@ def _checked_pair(
 
 
 _WRAPPER = ".base_layer"
-_ORDER = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # as transformers defines them
+_ORDER = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the definitions of transformers
 # From this version on A has the inputs and B the outputs; before, A had the first of the two axes.
 _BY_INPUTS = (0, 19)
 
@@ -328,10 +325,16 @@ type Pair = Mapping[str, Tensor]
 
 
 def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters that `target_parameters` names, but for whole modules' ("q_proj.weight").
+    """Return the parameters in `target_parameters`, except whole modules ("q_proj.weight").
+
+    These are stacks of the matrices of all experts. A module's parameters wrap each other, so the
+    file has their pairs under "experts.lora_A", "experts.base_layer.lora_A" and so on, the first
+    parameter innermost. For a stack [experts, outputs, inputs], lora_A is [experts * rank, inputs],
+    experts outermost, and lora_B [outputs, rank * experts], experts innermost (peft's
+    `ParamWrapper`).
 
     Raises:
-        CheckpointError: one is none of an expert stack.
+        CheckpointError: a parameter belongs to no expert stack.
     """
     given = config.get("target_parameters") or []
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
@@ -344,7 +347,7 @@ def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def has_inputs_first(config: Mapping[str, Any]) -> bool:
-    """Whether a stack's A has the axis of the inputs, whatever the order of its axes is."""
+    """Whether a stack's A has the axis of the inputs, in any order of its axes."""
     numbers = str(config.get("peft_version") or "0").split(".")[:2]
     return tuple(int(n) if n.isdecimal() else 0 for n in numbers) >= _BY_INPUTS
 

@@ -88,9 +88,9 @@ def merged(
 def with_own_head(
     spec: ModelSpec, checkpoint: Checkpoint, adapter: LoraAdapter
 ) -> tuple[ModelSpec, Checkpoint]:
-    """A model whose head is tied, with one of its own if an adapter that is merged changes it.
+    """Untie the head of a model if an adapter that is merged changes the head.
 
-    PEFT changes the head alone, though it was the embedding.
+    PEFT changes the head alone, even if it was tied to the embedding.
     """
     heads = {n: b for n, b in spec.shared if isinstance(b, HeadSpec) and b.tied}
     changed = {*named_modules(adapter, spec.tensors), *saved_tensors(adapter, spec.tensors)}
@@ -111,7 +111,7 @@ def _names(place: TensorSource | None) -> list[str]:
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
-    """A matrix whose plain ones have inputs first, as they are: codes have outputs first."""
+    """Transpose a quantized matrix: codes have outputs first, plain matrices here inputs."""
     if tensor.codes is None:
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], read=lambda: tensor.read().T, codes=None)

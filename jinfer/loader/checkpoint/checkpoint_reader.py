@@ -1,4 +1,4 @@
-"""Checkpoint: named tensors that are read when asked for; what every reader gives."""
+"""Checkpoint: named tensors that are read lazily; every reader returns it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
+from jinfer.sandbox.sanitize import sanitized
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 
-# Several elements a byte, with the bits of one: their packing is not settled between writers.
+# Types of less than a byte, with their bits: writers pack them differently.
 SUB_BYTE = {"F4": 4, "F4_E2M1": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I4": 4, "U4": 4}
 
 
@@ -47,15 +47,15 @@ def is_bool(raw: np.ndarray) -> bool:
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 
-ZIP_MAGIC = b"PK\x03\x04"  # how PyTorch's archives begin
+ZIP_MAGIC = b"PK\x03\x04"  # the first bytes of PyTorch's archives
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names the file, where it is broken, and why.
+    """A checkpoint that cannot be used; the message names the file, the place and the reason.
 
     Attributes:
         path: the offending file.
-        reason: what is wrong, and what to do if there is something to do.
+        reason: the defect, and advice if there is any.
         offset: byte offset in the file, where one is known.
     """
 
@@ -69,21 +69,21 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint; nothing of it is in memory until `read` or `raw` is called.
+    """A tensor of a checkpoint, which is not in memory until `read` or `raw` is called.
 
     Attributes:
         name: its name in the file.
         shape: logical shape, outermost dimension first (GGUF's order is reversed to this).
-        type: how the file stores it: "F32", "F16", "BF16", "F8_E4M3", "I64", "Q4_1", ...
-        nbytes: bytes it takes in the file.
+        type: its type in the file: "F32", "F16", "BF16", "F8_E4M3", "I64", "Q4_1", ...
+        nbytes: its size in the file.
         read: its values, `shape`, in NumPy's or ml_dtypes' type of the same name; block formats
             are decoded to float32. A read-only view of the memory map where that is possible.
             Raises `CheckpointError`.
         raw: its stored bytes, uint8 [nbytes], a view of the memory map where that is possible.
-        unreadable: why its values cannot be read, so that `read` would raise; "": they can.
-        codes: of a matrix that a quantized checkpoint stores as codes and scales of groups.
-        scaled: of a matrix that is stored in FP8 with scales.
-        sources: the file's tensors that it is joined from, if it is.
+        unreadable: the reason why `read` would raise; "" if it would not.
+        codes: codes and scales, if a quantized checkpoint stores the matrix so.
+        scaled: numbers and scales, if the matrix is stored in FP8.
+        sources: the file's tensors that it is joined from, if there are several.
     """
 
     name: str
@@ -100,15 +100,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: one file, or the shards of one model seen as one.
+    """An opened checkpoint: a file, or all shards of a model.
 
     Attributes:
         path: the file or folder it was opened from.
-        format: which reader opened it.
+        format: the format of its files.
         tensors: name -> tensor, in the file's order.
-        metadata: what the file says besides tensors: GGUF's key-value pairs, llama2.c's header,
-            safetensors' `__metadata__`.
-        merged: digests of the adapters that are merged into its tensors as they are read.
+        metadata: GGUF's key-value pairs, llama2.c's header, or safetensors' `__metadata__`.
+        merged: digests of the adapters that are merged into its tensors on reading.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""GGML's tensor types: how many bytes a block takes, and what numbers it stands for.
+"""GGML's tensor types: the size of a block, and decoding its numbers.
 
 A tensor's rows are cut into blocks of `values` numbers, each stored in `bytes` bytes. The layouts
 are those of ggml's block structs; every multi-byte field is little-endian. The common types are
@@ -28,8 +28,8 @@ class Block:
     Attributes:
         name: ggml's name in capitals, "Q4_1".
         type_id: its number in a GGUF file.
-        values: numbers a block stands for; a row is a whole number of blocks.
-        bytes: bytes a block takes.
+        values: numbers in a block; a row is a whole number of blocks.
+        bytes: size of a block.
     """
 
     name: str
@@ -103,7 +103,7 @@ def _newer_blocks() -> dict[int, Block]:
 
 
 def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Decodes stored blocks into numbers.
+    """Decode stored blocks into numbers.
 
     Args:
         type_name: a GGML type, "Q4_1".
@@ -115,7 +115,8 @@ def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         float32 [shape], a new array, bit for bit what ggml's own decoder gives.
 
     Raises:
-        ValueError: the type is unknown or cannot be decoded, or `raw` has not the bytes of `shape`.
+        ValueError: the type is unknown or cannot be decoded, or `raw` does not have the size
+            of `shape`.
     """
     block = BLOCKS.get(type_name) or next(
         (b for b in _newer_blocks().values() if b.name == type_name), None
@@ -141,8 +142,9 @@ def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return out.reshape(shape)
 
 
-# Byte offsets of the float16 fields, the only multi-byte ones, of the block types whose big-endian
-# form is agreed on; the others have packed bit fields that ggml's own converter does not swap.
+# Byte offsets of the float16 fields, the only multi-byte fields, of the block types whose
+# big-endian form is agreed on; the others have packed bit fields that ggml's own converter does not
+# swap.
 _HALVES: Mapping[str, tuple[int, ...]] = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -187,7 +189,7 @@ def _package_decoder(type_name: str) -> _Decoder:
 
     def decoder(blocks: np.ndarray, out: np.ndarray) -> None:
         try:
-            # One row: the package decodes 16 rows at a time.
+            # A single row: the package decodes 16 rows at a time.
             out[...] = gguf.quants.dequantize(blocks.reshape(1, -1), kind).reshape(out.shape)
         except NotImplementedError as error:
             raise ValueError(f"{type_name} cannot be decoded; requantize the file") from error
@@ -201,7 +203,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """uint8 [n, groups, width] -> [n, groups, 2, width]: the low halves, then the high ones."""
+    """uint8 [n, groups, width] -> [n, groups, 2, width]: low halves, then high halves."""
     n, groups, width = packed.shape
     out = np.empty((n, groups, 2, width), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, :, 0])

@@ -23,7 +23,7 @@ from jinfer.loader.checkpoint import ggml_types
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.mapped_file import MappedFile, as_array
 
-_STRINGS = 1024  # that are had one by one before short ones are looked for again
+_STRINGS = 1024  # strings read singly before short strings are tried again
 _WINDOW = 1 << 20  # bytes that are searched for short strings
 _EIGHT_ZEROS = "\0" * 8
 
@@ -47,7 +47,7 @@ class Cursor:
         return CheckpointError(self.path, reason, self.at if at is None else at)
 
     def need(self, nbytes: int, what: str) -> None:
-        """Raises unless the file has `nbytes` more bytes."""
+        """Raise unless the file has `nbytes` more bytes."""
         left = len(self._data) - self.at
         if nbytes > left:
             raise self.error(
@@ -68,7 +68,7 @@ class Cursor:
         return value
 
     def numbers(self, code: str, count: int) -> np.ndarray:
-        """`count` numbers, which `need` has been asked for."""
+        """Read `count` numbers, for which `need` was called."""
         dtype = np.dtype(self.order + code)
         values = np.frombuffer(self._data, dtype, count, self.at)
         self.at += values.nbytes
@@ -82,10 +82,10 @@ class Cursor:
         return found
 
     def _short_strings(self, count: int) -> list[str]:
-        """As many of the next strings as are short and of UTF-8, in half the time.
+        """Read the next strings as far as they are short UTF-8, in half the time.
 
-        One of less than 256 bytes is a byte with its length, seven zeros and its text. Where a text
-        is empty or holds a zero, zeros do not come in sevens, and the strings end before it.
+        A string of less than 256 bytes is a byte with its length, seven zeros and its text. A text
+        that is empty or contains a zero breaks this pattern, and reading stops before it.
         """
         some = self._data[self.at : self.at + min(_WINDOW, 64 * count)]
         window = np.frombuffer(some, np.uint8).copy()
@@ -94,7 +94,7 @@ class Cursor:
         if not len(heads) or heads[0] != 0:
             return []
         ends = heads + 8 + window[heads]
-        # Each ends where the next one begins; the last begun has no next one here.
+        # A string ends where the next begins; the last string here has no next.
         right = (zeros[6::7][: len(heads)] == heads + 7)[:-1] & (ends[:-1] == heads[1:])
         whole = min(count, len(right) if right.all() else int(right.argmin()))
         if not whole:
@@ -135,7 +135,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4  # ggml's limit
 _MAX_PAIRS = 1 << 16  # known files have fewer than 1000
-_MAX_DEPTH = 8  # arrays of arrays; no known file has more than one level
+_MAX_DEPTH = 8  # arrays of arrays; known files have a single level
 _ALIGNMENTS = [1 << power for power in range(3, 25)]  # a multiple of 8, says the document
 _DEFAULT_ALIGNMENT = 32
 
@@ -153,17 +153,17 @@ _REMOVED_TYPES = (4, 5, 31, 32, 33, 36, 37, 38)  # Q4_2, Q4_3, and the interleav
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file, or all files of a split model given any one of them.
+    """Open a GGUF file, or all files of a split model if `path` is any of them.
 
     `metadata` has plain Python values: int, float, bool, str, and lists of them. Text that is not
     UTF-8 (token strings of old files) is kept by "surrogateescape": encoding it with the same
     error handler gives the file's bytes back. A split model has its first file's metadata.
 
-    A tensor's `read` decodes block formats to float32 and gives plain types as they are. Its `raw`
+    A tensor's `read` decodes block formats to float32 and leaves plain types as they are. Its `raw`
     has multi-byte fields in little-endian order, whatever the file's order is.
 
     Raises:
-        CheckpointError: the file, or another one of the split, cannot be used.
+        CheckpointError: the file, or another file of the split, cannot be used.
     """
     file = _read_file(path)
     tensors = file.tensors
@@ -190,7 +190,7 @@ def _split_number(file: _File, key: str, default: int) -> int:
 
 
 def _read_split(opened: _File, count: int) -> list[_File]:
-    """All files of the split that `opened` is one of, in order."""
+    """Read all files of the split that `opened` belongs to, in order."""
     name = _PART.fullmatch(opened.path.name)
     if name is None or int(name[3]) != count:
         raise CheckpointError(
@@ -206,8 +206,8 @@ def _read_split(opened: _File, count: int) -> list[_File]:
         file = opened if path == opened.path else _read_file(path)
         if _split_number(file, "split.count", 1) != count:
             raise CheckpointError(path, f"is not part of a model in {count} files")
-        if (told := _split_number(file, "split.no", 0)) != number:
-            raise CheckpointError(path, f"is called part {number + 1} but holds part {told + 1}")
+        if (found := _split_number(file, "split.no", 0)) != number:
+            raise CheckpointError(path, f"is called part {number + 1} but holds part {found + 1}")
         files.append(file)
     return files
 
@@ -276,13 +276,13 @@ def raw_metadata(path: Path) -> dict[str, bytes]:
 
 
 def _show(value: object) -> str:
-    """`value` for an error message: short and printable, whatever the file put there."""
+    """Format a value for an error message: short and printable."""
     text = ascii(value[:64] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _header(cursor: Cursor) -> tuple[int, int]:
-    """Checks magic and version, finds the byte order; returns tensor and key-value counts."""
+    """Check magic and version, finds the byte order; returns tensor and key-value counts."""
     magic = cursor.take(4, "magic")
     if magic != _MAGIC:
         raise cursor.error(f"starts with {magic!r}: no GGUF file", 0)
@@ -357,7 +357,7 @@ def _bools(cursor: Cursor, count: int, what: str) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Info:
-    """A tensor's description: `offset` counts from the data's start, `at` is where it is told."""
+    """A tensor's description: `offset` counts from the start of the data, `at` is its own place."""
 
     name: str
     shape: tuple[int, ...]
@@ -411,9 +411,9 @@ def _check_places(path: Path, infos: list[_Info], start: int, alignment: int, si
         else:
             continue
         raise CheckpointError(path, f"tensor {_show(info.name)}: {reason}", info.at)
-    for one, other in pairwise(sorted(infos, key=lambda info: info.offset)):
-        if one.offset + one.nbytes > other.offset:
-            names = f"tensors {_show(one.name)} and {_show(other.name)}"
+    for first, other in pairwise(sorted(infos, key=lambda info: info.offset)):
+        if first.offset + first.nbytes > other.offset:
+            names = f"tensors {_show(first.name)} and {_show(other.name)}"
             raise CheckpointError(path, f"{names} overlap", other.at)
 
 

@@ -22,25 +22,26 @@ _PIECE = 1 << 16  # weights dequantized at a time
 
 @dataclass(frozen=True)
 class GroupedCodes:
-    """A matrix [outputs, inputs], or a stack of them. The weight of a code q is
+    """A quantized matrix [outputs, inputs], or a stack of matrices. The weight of a code q is
 
-    - scale * (q - zero)      with `zero`, one for all, or `zeros`
+    - scale * (q - zero)      with `zero`, the same for all, or `zeros`
     - scale * q + bias        with `biases`
     - scale * values[q]       with `values`
 
-    What is called reads the file, and raises `CheckpointError`.
+    The functions read the file, and raise `CheckpointError`.
 
     Attributes:
         shape: [*stack, outputs, inputs].
-        bits: of a code.
-        group: inputs that share a scale; the last group may be cut.
+        bits: size of a code.
+        group: inputs that share a scale; the last group may be shorter.
         codes: uint8 [*stack, outputs, inputs].
         scales: float32 [*stack, outputs, groups].
-        zero: of all groups.
-        zeros, biases: of each group, as `scales`.
-        values: of the codes, if they are not evenly spaced.
-        order: the group of each input, where that is not input // group.
-        unit: what the scales of a matrix are floats of few bits times, float32 [*stack, 1, 1].
+        zero: the zero point of all groups.
+        zeros, biases: a number for each group, as `scales`.
+        values: the value of each code, if they are not evenly spaced.
+        order: the group of each input, if it is not input // group.
+        unit: a factor in the scales of a matrix, which divided by it have few bits, float32
+            [*stack, 1, 1].
     """
 
     shape: tuple[int, ...]
@@ -92,7 +93,7 @@ class GroupedCodes:
 
 
 def group_count(inputs: int, group: int) -> int:
-    """Groups of a row of so many inputs, the last of which may be cut."""
+    """Return the number of groups in a row; the last group may be shorter."""
     return -(-inputs // max(1, group))
 
 
@@ -129,13 +130,13 @@ def unpack_stream(words: np.ndarray, bits: int) -> UInt8[np.ndarray, "*rows code
 
 @dataclass(frozen=True)
 class ScaledValues:
-    """A matrix [*stack, outputs, inputs]: numbers, and a scale for each block of a row's inputs.
+    """A matrix in FP8 (E4M3), [*stack, outputs, inputs], with a scale for each block of a row.
 
     Attributes:
-        numbers: reads them, float8_e4m3fn [*stack, outputs, inputs].
-        scales: reads those of each row, float32 [*stack, outputs, ceil(inputs / block)].
+        numbers: reads the numbers, float8_e4m3fn [*stack, outputs, inputs].
+        scales: reads the scales of each row, float32 [*stack, outputs, ceil(inputs / block)].
         block: inputs that share a scale.
-        blocks: of a row.
+        blocks: number of blocks in a row.
     """
 
     numbers: Callable[[], np.ndarray]

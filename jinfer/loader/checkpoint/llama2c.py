@@ -1,9 +1,9 @@
 """llama2.c's .bin files: versions 0 (no magic), 1 (float32) and 2 (int8 groups, "Q8_0").
 
 Source: export.py and the readers run.c and runq.c of karpathy/llama2.c. Every version stores the
-same tensors, grouped by kind and then by layer; no names, so sizes are all there is to check.
+same tensors without names, grouped by kind and then by layer, so only sizes can be checked.
 
-Version 2 stores a weight as its int8 values, then one float32 scale for each group of
+Version 2 stores a weight as its int8 values, then a float32 scale for each group of
 `group_size` consecutive values (what runq.c reads).
 """
 
@@ -30,7 +30,7 @@ _MAX_SCALE = np.finfo(np.float32).max / 128  # 128 times as much is still finite
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; `vocab_size` is positive, `group_size` 0 but in version 2."""
+    """The header of a file; `vocab_size` is positive, `group_size` is 0 except in version 2."""
 
     dim: int
     hidden_dim: int
@@ -46,7 +46,7 @@ class Header:
 
 @dataclass(frozen=True)
 class _Group:
-    """Equal tensors stored one after another, one a layer; `pattern` is empty for skipped bytes."""
+    """Consecutive tensors of equal shape, one a layer; `pattern` is empty for skipped bytes."""
 
     pattern: str
     shape: tuple[int, ...]
@@ -55,12 +55,12 @@ class _Group:
 
 
 def open_llama2c(path: Path) -> Checkpoint:
-    """Opens a llama2.c checkpoint.
+    """Open a llama2.c checkpoint.
 
     Tensors have the names of the model it was exported from, weights the shape [out, in].
 
     Raises:
-        CheckpointError: a header that is not one, or a size that is not exactly what it implies.
+        CheckpointError: an invalid header, or a file of another size than it implies.
     """
     file = MappedFile(path)
     header, offset = _read_header(file)
@@ -173,7 +173,7 @@ def _groups(header: Header) -> list[_Group]:
 
 
 def _stored_bytes(group: _Group, header: Header) -> int:
-    """Bytes of one tensor of the group."""
+    """Return the size of a tensor of the group."""
     count = math.prod(group.shape)
     return count + 4 * (count // header.group_size) if group.quantized else 4 * count
 
@@ -209,7 +209,7 @@ def _decode(
     values = file.view(offset, count).view(np.int8).reshape(-1, group_size)
     scales = as_array(file.view(offset + count, nbytes - count), _FLOAT32, (len(values), 1))
     # a short-lived version of the exporter put all scales at the end of the file: same size,
-    # other meaning, and int8 values seen as scales soon show a negative one
+    # other meaning, and int8 values read as scales soon include a negative number
     with np.errstate(invalid="ignore"):  # NaN is what is looked for
         are_scales = np.all((scales >= 0) & (scales <= _MAX_SCALE))
     if not are_scales:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jinfer.guard.download_check import HEAD, MAX_ANSWER, failed_download
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
+from jinfer.sandbox.download_check import HEAD, MAX_ANSWER, failed_download
 
 MAX_DIMS = 64  # NumPy's own limit
 MAX_BYTES = 2**63 - 1
@@ -31,7 +31,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps `path`.
+        """Map `path`.
 
         Raises:
             CheckpointError: it is not a readable regular file, or is a failed download.
@@ -50,10 +50,10 @@ class MappedFile:
                 raise
             raise CheckpointError(path, why_unreadable(error)) from None
         self._bytes = np.frombuffer(data, np.uint8)
-        # As long as it takes to tell an answer that is an error: those are short.
+        # Enough to recognize an error page, which is short.
         head = self._bytes[: HEAD if self.size > MAX_ANSWER else self.size].tobytes()
-        if told := failed_download(head, self.size):
-            raise CheckpointError(path, told)
+        if reason := failed_download(head, self.size):
+            raise CheckpointError(path, reason)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
         """The bytes `[offset, offset + nbytes)`: read-only uint8 [nbytes], not a copy.
@@ -72,15 +72,15 @@ class MappedFile:
 
 
 def why_unreadable(error: Exception) -> str:
-    """What the operating system says of a file."""
+    """Return the operating system's reason why a file cannot be read."""
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def release(view: np.ndarray) -> None:
-    """Lets the operating system take back the memory of a view's pages; of a copy, nothing.
+    """Return the pages of a view to the operating system; do nothing for a copy.
 
-    They count as the process's until then, though they can be read from the file at any time: a
-    loaded checkpoint would take its own size beside what was made of it.
+    Until then they count as the process's memory, though they can be read from the file again: a
+    loaded checkpoint would need its own size in addition to the arrays.
     """
     base: Any = view
     while isinstance(base.base, np.ndarray):
@@ -98,7 +98,7 @@ def release(view: np.ndarray) -> None:
 
 
 def _address(array: np.ndarray) -> int:
-    """As `array.ctypes.data`, in a fraction of the time."""
+    """Return `array.ctypes.data`, in a fraction of the time."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -130,13 +130,13 @@ MAX_JSON_BYTES = 100_000_000  # the bound the safetensors format sets to its hea
 
 
 def parse_object(path: Path, data: bytes, offset: int = 0) -> dict[str, Any]:
-    """Parses `data`, found at `offset` of `path`, as a JSON object (RFC 8259).
+    """Parse `data`, found at `offset` of `path`, as a JSON object (RFC 8259).
 
     Raises:
         CheckpointError: invalid JSON, a repeated key, too deep nesting, or not an object.
     """
     try:
-        # A file may begin with a mark of its encoding; a part of one is what its format says.
+        # A file may begin with a byte order mark; JSON inside another file has none.
         text = data.decode("utf-8" if offset else "utf-8-sig")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:

@@ -1,17 +1,17 @@
-"""Native checkpoints: a model's parameters as they lie in memory, in safetensors files.
+"""Native checkpoints: a model's parameters in their memory layout, in safetensors files.
 
-A tensor is a parameter, "decoder.3.attn_norm.weight", or an array of a quantized one,
+A tensor is a parameter, "decoder.3.attn_norm.weight", or an array of a quantized parameter,
 "decoder.3.attn.q.weight.words". Each begins at a multiple of 64 bytes, so that a view of the
-memory map can be used as it is; tensors called "....padding" fill the gaps. `__metadata__` has
-"format" = "jinfer", "version" and, as JSON,
+memory map can be used without a copy; tensors called "....padding" fill the gaps. `__metadata__`
+has "format" = "jinfer", "version" and, as JSON,
 
-    "parameters"  name of each quantized parameter -> what `PackedFormat` has
-    "same"        name of a parameter -> that of another one, of which it is the same array
+    "parameters"  name of each quantized parameter -> the fields of `PackedFormat`
+    "same"        name of a parameter -> name of another parameter with the same array
     "settings"    the `[quantization]` that the parameters were made with
     "source"      the format, metadata and tensors (name -> [type, shape]) of the checkpoint that
                   was converted: from these its specification is resolved again
 
-The same arrays and metadata in Orbax's folders: `jinfer.loader.checkpoint.orbax`.
+`jinfer.loader.checkpoint.orbax` reads the same arrays and metadata from Orbax's folders.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class PackedFormat:
     """How a quantized parameter was packed; see `jinfer.quant.QuantizedTensor`.
 
     Attributes:
-        shape: of the values, [*stack, outputs, inputs].
-        columns: of a superblock.
+        shape: shape of the values, [*stack, outputs, inputs].
+        columns: columns of a superblock.
         format: the fields of its `QuantFormat`.
-        outliers: weights of each matrix that are kept beside the codes; None: there is no place
-            for such.
-        reordered: whether inputs are sorted, and their order is kept beside the codes.
+        outliers: number of outliers in each matrix; None: it is not an `OutlierTensor`.
+        reordered: whether inputs are sorted, and their order is stored.
     """
 
     shape: tuple[int, ...]
@@ -56,15 +55,15 @@ class PackedFormat:
 
 @dataclass(frozen=True)
 class NativeCheckpoint(Checkpoint):
-    """A native checkpoint, that looks like its source.
+    """A native checkpoint with the names and metadata of its source.
 
     `format`, `metadata` and `tensors` are the source's, but no tensor can be read.
 
     Attributes:
-        parts: the arrays that are there, by their names in the files.
+        parts: the stored arrays, by their names in the files.
         packed: the quantized parameters.
-        same: parameters that are the same array as another -> the other.
-        settings: the `[quantization]` that they were made with.
+        same: parameter -> another parameter with the same array.
+        settings: the `[quantization]` that they were quantized with.
     """
 
     parts: Mapping[str, Tensor]
@@ -74,27 +73,27 @@ class NativeCheckpoint(Checkpoint):
 
 
 def as_native(checkpoint: Checkpoint) -> Checkpoint:
-    """What the metadata of safetensors files say that they are.
+    """Return a `NativeCheckpoint` if the metadata of safetensors files say so.
 
     Raises:
-        CheckpointError: they are a native checkpoint, but damaged, not whole, or too new.
+        CheckpointError: a native checkpoint that is damaged, incomplete, or too new.
     """
-    said = checkpoint.metadata
+    metadata = checkpoint.metadata
     if isinstance(checkpoint, NativeCheckpoint):  # its metadata are the source's
         return checkpoint
-    if checkpoint.format != "safetensors" or said.get("format") != FORMAT:
+    if checkpoint.format != "safetensors" or metadata.get("format") != FORMAT:
         return checkpoint
     path = checkpoint.path
-    check_version(path, said)
-    if "source" not in said:
+    check_version(path, metadata)
+    if "source" not in metadata:
         raise CheckpointError(path, "is one file of a converted checkpoint; give the folder")
     parts = {n: part for n, part in checkpoint.tensors.items() if not n.endswith(PADDING)}
-    return parse_native(path, said, parts)
+    return parse_native(path, metadata, parts)
 
 
-def check_version(path: Path, said: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` if a native checkpoint is of another version than this one."""
-    version = said.get("version", "")
+def check_version(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if a native checkpoint has another version."""
+    version = metadata.get("version", "")
     if version != str(VERSION):
         newer = version.isdecimal() and int(version) > VERSION
         what = "update jinfer, or " if newer else ""
@@ -103,43 +102,43 @@ def check_version(path: Path, said: Mapping[str, Any]) -> None:
 
 
 def parse_native(
-    path: Path, said: Mapping[str, Any], parts: Mapping[str, Tensor]
+    path: Path, written: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> NativeCheckpoint:
-    """A native checkpoint from its `__metadata__`.
+    """Parse the `__metadata__` of a native checkpoint.
 
     Args:
-        path: the file that says it.
-        parts: the arrays that are there.
+        path: the file that has it, for errors.
+        parts: the stored arrays.
 
     Raises:
         CheckpointError: the metadata are damaged.
     """
-    source = _table(path, said, "source")
+    source = _table(path, written, "source")
     format = source.get("format")
     metadata, tensors = source.get("metadata"), source.get("tensors")
     if format not in get_args(Format) or not isinstance(metadata, dict):
         raise _damaged(path, "source", "names no format that is known, or has no metadata")
     if not isinstance(tensors, dict):
         raise _damaged(path, "source", "has no tensors")
-    same = _table(path, said, "same")
+    same = _table(path, written, "same")
     if not all(isinstance(other, str) for other in same.values()):
         raise _damaged(path, "same", "is not a table of names")
     return NativeCheckpoint(
         path,
         cast("Format", format),
-        {name: _unreadable(path, name, written) for name, written in tensors.items()},
+        {name: _unreadable(path, name, entry) for name, entry in tensors.items()},
         metadata,
         parts,
-        {n: _packed(path, n, w) for n, w in _table(path, said, "parameters").items()},
+        {n: _packed(path, n, w) for n, w in _table(path, written, "parameters").items()},
         same,
-        _table(path, said, "settings"),
+        _table(path, written, "settings"),
     )
 
 
-def _table(path: Path, said: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _table(path: Path, written: Mapping[str, Any], key: str) -> dict[str, Any]:
     try:
-        # Not the strict reader: metadata of GGUF may have numbers that are none.
-        table = json.loads(said.get(key, ""))
+        # Not the strict reader, because metadata of GGUF may have NaN.
+        table = json.loads(written.get(key, ""))
     except (ValueError, RecursionError):
         raise _damaged(path, key, "is not JSON") from None
     if not isinstance(table, dict):
@@ -165,7 +164,7 @@ def _packed(path: Path, name: str, written: Any) -> PackedFormat:
 
 
 def _unreadable(path: Path, name: str, written: Any) -> Tensor:
-    """A tensor of the source, of which type and shape are known."""
+    """Return a tensor of the source with its type and shape; it cannot be read."""
     type_name: Any
     shape: Any
     type_name, shape = written if isinstance(written, list) and len(written) == 2 else ("", None)
@@ -198,9 +197,9 @@ def native_metadata(
     same: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """The `__metadata__` of a checkpoint that is converted."""
+    """Return the `__metadata__` of a converted checkpoint."""
     tensors = {name: [tensor.type, tensor.shape] for name, tensor in checkpoint.tensors.items()}
-    # safetensors files say nothing that a specification asks for.
+    # Specifications read nothing of the metadata of safetensors files.
     metadata = checkpoint.metadata if checkpoint.format in ("gguf", "llama2c") else {}
     source = {"format": checkpoint.format, "metadata": metadata, "tensors": tensors}
     parameters = {name: asdict(each) for name, each in packed.items()}
@@ -214,7 +213,7 @@ def native_metadata(
 
 
 def marks() -> dict[str, str]:
-    """What every file of a native checkpoint says."""
+    """Return the metadata that every file of a native checkpoint has."""
     return {"format": FORMAT, "version": str(VERSION)}
 
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: files are told apart by their first bytes, folders by their names."""
+"""Opening a checkpoint: the first bytes of a file, and the names in a folder, tell the format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import dangling_link
 from jinfer.loader.checkpoint.checkpoint_reader import (
     ZIP_MAGIC,
     Checkpoint,
@@ -28,13 +27,14 @@ from jinfer.loader.checkpoint.mapped_file import (
 from jinfer.loader.checkpoint.native_checkpoint import as_native
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.loader.checkpoint.safetensors import open_safetensors
+from jinfer.sandbox.safe_files import dangling_link
 
 Reader = Callable[[Path], Checkpoint]
 
 
 def open_pickle(path: Path) -> Checkpoint:
-    """As `jinfer.loader.checkpoint.pickle.open_pickle`."""
-    # Here: it brings much along that other formats do not need.
+    """Open a file of PyTorch; see `jinfer.loader.checkpoint.pickle`."""
+    # Imported here, because other formats do not need these modules.
     from jinfer.loader.checkpoint import pickle
 
     return pickle.open_pickle(path)
@@ -48,7 +48,7 @@ _SUFFIXES: dict[str, Reader] = {
     ".pt": open_pickle,
     ".pth": open_pickle,
 }
-# beside the weights in many folders, and not weights
+# files in the folders of weights that are no weights
 _IGNORED: tuple[str, ...] = (
     "training_args.bin",
     "optimizer*",
@@ -61,7 +61,7 @@ _SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Opens a checkpoint file, or a folder that holds one, sharded or not.
+    """Open a checkpoint: a file, or a folder with a file or its shards.
 
     A folder is searched for, in this order: model.orbax, a .safetensors index, .safetensors files,
     a PyTorch index, PyTorch files, a .gguf (one file or one split set), a single other .bin.
@@ -70,7 +70,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         path: a .safetensors, .gguf, PyTorch or llama2.c file, or a folder.
 
     Raises:
-        CheckpointError: nothing there that can be opened, or several things that could be.
+        CheckpointError: the folder has no checkpoint, or several.
     """
     path = Path(path)
     try:
@@ -138,7 +138,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _choose(folder: Path, names: list[str], pattern: str) -> list[Path]:
-    """The weight files among those that match: a lone file, model.*, or one complete set."""
+    """Choose the weight files that match: a single file, model.*, or a complete set."""
     found = [name for name in names if fnmatch(name, pattern)]
     # Meta's and Mistral's copies of weights that are there in Hugging Face's layout too
     rest = [name for name in found if not name.startswith("consolidated")]
@@ -171,11 +171,11 @@ def _check_complete(folder: Path, names: list[str]) -> None:
 
 
 def _refuse_dangling(folder: Path) -> None:
-    """Names weights that are links to nothing, as caches have them that were emptied by halves."""
+    """Raise if weights are dangling links, as in a cache that was emptied in part."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in _SUFFIXES or path.name.endswith(".index.json")
-        if weights and (told := dangling_link(path)):
-            raise CheckpointError(path, told)
+        if weights and (reason := dangling_link(path)):
+            raise CheckpointError(path, reason)
 
 
 def _open_single(folder: Path, names: list[str]) -> Checkpoint:
@@ -199,10 +199,10 @@ _MAX_NAME = 255  # bytes, as file systems have it
 
 
 def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Opens the shards that an index names (Hugging Face's `*.index.json`) as one checkpoint.
+    """Open the shards that an index names (Hugging Face's `*.index.json`) as one checkpoint.
 
-    The index decides: of a tensor that is in two shards, the one of the shard that it names; what a
-    shard holds beyond it is left out.
+    If a tensor is in two shards, the index decides; tensors that the index does not name are left
+    out.
 
     Raises:
         CheckpointError: a bad index, a path outside the folder, a missing shard, a tensor that
@@ -213,15 +213,15 @@ def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
     files = sorted(set(weight_map.values()))
     for name in files:
         if not (folder / name).is_file():
-            told = dangling_link(folder / name) or "is not in the folder"
-            raise CheckpointError(index, f"names the shard {name!r}, which {told}")
+            why = dangling_link(folder / name) or "is not in the folder"
+            raise CheckpointError(index, f"names the shard {name!r}, which {why}")
     shards = {name: reader(folder / name) for name in files}
     for tensor, name in weight_map.items():
         if tensor not in shards[name].tensors:
             reason = f"says that {name!r} holds {tensor[:200]!r}, which it does not"
             raise CheckpointError(index, reason)
     kept = {
-        name: {key: each for key, each in shard.tensors.items() if weight_map.get(key) == name}
+        name: {key: t for key, t in shard.tensors.items() if weight_map.get(key) == name}
         for name, shard in shards.items()
     }
     return _merge(folder, [replace(shard, tensors=kept[name]) for name, shard in shards.items()])
@@ -242,7 +242,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """A name that stays in its folder; links are followed: download caches are made of them."""
+    """Whether a name stays in its folder. Links are followed: download caches consist of links."""
     return (
         name not in ("", ".", "..")
         and not set(name) & set("/\\\0:")
@@ -274,9 +274,10 @@ _IN_FRONT = "module."
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the names that its model had before it was wrapped.
+    """Remove the prefixes of training wrappers from the names of tensors.
 
-    Unchanged where two tensors would have one name.
+    DataParallel prefixes all names with `module.`; torch.compile, FSDP and activation checkpointing
+    insert their prefixes anywhere. Nothing changes if two tensors would get the same name.
     """
     names = {name: _ANYWHERE.sub("", name) for name in checkpoint.tensors}
     while names and all(name.startswith(_IN_FRONT) for name in names.values()):

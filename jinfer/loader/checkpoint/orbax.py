@@ -1,8 +1,8 @@
-"""Orbax: native checkpoints in its folders, of which a process can read the shards of its devices.
+"""Orbax: native checkpoints in its folders; a process reads only the shards of its devices.
 
-`model.orbax.json` is jinfer's own. It has the `__metadata__` of a native checkpoint (see
-`native_checkpoint`), each array's type and shape, and size and checksum (CRC-32; none of large
-files) of the files of `model.orbax`, the folder beside it that Orbax writes and reads:
+`model.orbax.json` is written by jinfer. It has the `__metadata__` of a native checkpoint (see
+`native_checkpoint`), the type and shape of each array, and the size and checksum (CRC-32, except
+for large files) of the files of `model.orbax`, the folder that Orbax writes and reads:
 
     {"__metadata__": {...}, "arrays": {name: [type, shape]}, "files": {path: [bytes, crc]}}
 
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from jinfer.guard.safe_files import read_regular_file
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES, CheckpointError, Tensor
 from jinfer.loader.checkpoint.mapped_file import (
     MAX_JSON_BYTES,
@@ -39,15 +38,16 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     check_version,
     parse_native,
 )
+from jinfer.sandbox.safe_files import read_regular_file
 
 if TYPE_CHECKING:
     import jax
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"
-# What tells Orbax's folders from others, and without which it reads none.
+# Files that every folder of Orbax has.
 _MARKS = ("orbax.checkpoint", "_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt")
 _LARGE = 1 << 20  # bytes of a file that holds values; what Orbax reads to find them is small
-_READ_AHEAD = 64 << 20  # bytes of arrays that are read at a time, or the largest one
+_READ_AHEAD = 64 << 20  # bytes of arrays that are read at a time, at least the largest array
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def orbax_api(path: Path) -> Any:
 
 
 def open_orbax(path: Path) -> OrbaxCheckpoint:
-    """Opens a native checkpoint by its description; Orbax is not needed for that.
+    """Open a native checkpoint by its description; Orbax is not needed for that.
 
     Args:
         path: `model.orbax.json`.
@@ -96,44 +96,44 @@ def open_orbax(path: Path) -> OrbaxCheckpoint:
             path, f"is a description of {file.size} bytes, above {MAX_JSON_BYTES}"
         )
     described = parse_object(path, file.read(0, file.size))
-    said = described.get("__metadata__")
-    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
+    metadata = described.get("__metadata__")
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(path, f"__metadata__ is not a table of strings: {AGAIN}")
-    if said.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(path, f"does not describe what jinfer quantize wrote: {AGAIN}")
-    check_version(path, said)
+    check_version(path, metadata)
     arrays, folder = _table(path, described, "arrays"), path.parent / FOLDER
     _check_files(path, folder, _table(path, described, "files"))
     parts = {name: _part(path, name, written) for name, written in arrays.items()}
-    return OrbaxCheckpoint(**vars(parse_native(path, said, parts)), folder=folder)
+    return OrbaxCheckpoint(**vars(parse_native(path, metadata, parts)), folder=folder)
 
 
 def restore(
     checkpoint: OrbaxCheckpoint, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads arrays to where they are to be; of each, a process reads the shards of its devices.
+    """Read arrays to their devices; a process reads the shards of its own devices.
 
     Memory holds the result, and about twice `_READ_AHEAD` or the largest array.
 
     Args:
-        abstract: name of each array that is wanted -> its shape, type and `sharding` (None: the
-            first device alone). A type that is not the stored one is cast to.
+        abstract: name of each array -> its shape, type and `sharding` (None: the first device).
+            Arrays of another type are cast.
 
     Raises:
-        CheckpointError: Orbax is not installed, or the folder holds something else than its
-            description says, or cannot be read.
+        CheckpointError: Orbax is not installed, or the folder differs from its description, or
+            cannot be read.
     """
     import jax  # here: a command's help needs the errors of this package, and no JAX
 
     api = orbax_api(checkpoint.folder)
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {
-        name: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding or one)
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    placed = {
+        name: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding or first)
         for name, like in abstract.items()
     }
     _check_stored(api, checkpoint)
-    empty = {name: like for name, like in wanted.items() if not like.size}
-    whole = {name: like for name, like in wanted.items() if like.size}
+    empty = {name: like for name, like in placed.items() if not like.size}
+    whole = {name: like for name, like in placed.items() if like.size}
     context = api.Context()
     context.pytree.loading.partial_load = True
     # Orbax wants less than this for an array, not as much.
@@ -143,7 +143,7 @@ def restore(
     path, read = checkpoint.folder.absolute(), dict[str, jax.Array]()
     if whole:
         with context:
-            read = _asked(checkpoint.folder, lambda: api.load(path, whole))
+            read = _call_orbax(checkpoint.folder, lambda: api.load(path, whole))
     zeros = {n: jax.device_put(np.zeros(e.shape, e.dtype), e.sharding) for n, e in empty.items()}
     return {**read, **zeros}
 
@@ -169,9 +169,9 @@ def restored_tensors(checkpoint: OrbaxCheckpoint, names: Collection[str]) -> dic
 
 
 def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:
-    """Raises `CheckpointError` unless the folder has the arrays that its description names."""
+    """Raise `CheckpointError` unless the folder has the arrays that its description names."""
     folder = checkpoint.folder
-    found = _asked(folder, lambda: api.metadata(folder.absolute()).metadata)
+    found = _call_orbax(folder, lambda: api.metadata(folder.absolute()).metadata)
     stored = {
         name: (tuple(each.shape), np.dtype(each.dtype))
         for name, each in (found.items() if isinstance(found, dict) else ())
@@ -191,8 +191,8 @@ def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:
             )
 
 
-def _asked(folder: Path, question: Callable[[], Any]) -> Any:
-    """What Orbax answers; its errors and TensorStore's are of many kinds, and of many lines."""
+def _call_orbax(folder: Path, question: Callable[[], Any]) -> Any:
+    """Call Orbax; its errors and TensorStore's have many types and many lines."""
     from jax.errors import JaxRuntimeError
 
     try:

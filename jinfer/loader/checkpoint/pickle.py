@@ -1,7 +1,7 @@
 """PyTorch's pickled checkpoints, read without running them.
 
-The pickle is interpreted by a machine of our own (pickle_machine.py, pickle_opcodes.py) that knows
-a closed list of opcodes and of names (pickle_values.py); tensors are views of the file.
+The pickle is interpreted by a machine (pickle_machine.py) that knows a closed list of opcodes and
+of names (pickle_values.py); tensors are views of the file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAX_WHOLE_RATIO, _MAX_WHOLE_SLACK = 16, 64 << 20  # bytes of all tensors, by th
 
 
 def open_pickle(path: Path) -> Checkpoint:
-    """Opens a file that torch.save made (.bin, .pt, .pth), zip or older.
+    """Open a file of torch.save (.bin, .pt, .pth), a zip archive or older.
 
     A tensor's `raw` bytes are its values, contiguous and little-endian, however they are stored.
 
     Raises:
-        CheckpointError: a malformed file, or one that asks for code to be run.
+        CheckpointError: a malformed file, or a file that would run code.
     """
     file = MappedFile(path)
     if file.read(0, min(4, file.size)) == ZIP_MAGIC:
@@ -93,23 +93,23 @@ _SCALARS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class StateDict:
-    """Tensors, and the plain values beside them, by dotted name."""
+    """Tensors, and plain values, by dotted name."""
 
     tensors: dict[str, StridedTensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
 def find_state_dict(path: Path, root: Any, pickle_bytes: int) -> StateDict:
-    """The state dict in `root`.
+    """Find the state dict in `root`.
 
-    That is `root` itself where it holds tensors, or else the one of its items named state_dict,
-    model or module that holds some, or else all of it. Nested names are joined by dots.
+    That is `root` itself if it has tensors, or else its item state_dict, model or module that has
+    some, or else all of it. Nested names are joined by dots.
 
     Args:
         path: the file, for messages.
-        root: what the pickle describes.
-        pickle_bytes: length of the pickle: values that are shared many times over are followed
-            for a number of steps in proportion to it.
+        root: the object in the pickle.
+        pickle_bytes: length of the pickle; the number of steps is bounded in proportion to it,
+            because values may be shared many times.
 
     Raises:
         CheckpointError: no tensors, more than one state dict, the same name twice, or containers

@@ -1,8 +1,13 @@
-"""Pickle machine: its state, bytes, stack, marks and memo; it cannot execute anything.
+"""Pickle machine: an interpreter of pickles that cannot execute code.
 
 Every opcode takes at least a byte and makes at most one small object; values are shared and never
 copied, so that time and memory are bounded by the pickle's length, and that by
-`MAX_PICKLE_BYTES`. The opcodes, and the bound on their number, are in pickle_opcodes.py.
+`MAX_PICKLE_BYTES`.
+
+Source: the opcode descriptions in CPython's Lib/pickletools.py, protocols 0 to 5. The list of
+opcodes is closed: the opcodes that a binary protocol of torch.save writes. Protocol 0's text, which
+cannot contain storages, extension codes, instances, sets and out-of-band buffers are refused by
+name.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ _MAX_LINE = 1024  # bytes of a name
 
 
 class Machine:
-    """Reads opcodes' arguments, and does to the stack what they say.
+    """The state of the interpreter: bytes, stack, marks and memo.
 
     Attributes:
-        position: where the next opcode is read.
+        position: of the next opcode.
 
     Methods raise `PickleError`, and `IndexError` where the stack has no value to take.
     """
@@ -47,10 +52,10 @@ class Machine:
         """
         Args:
             path: the file, for messages.
-            data: the pickle and whatever follows it.
-            load_persistent: what a persistent id stands for; raises `PickleError`.
-            file_bytes: of the whole file, which the number of steps is bounded by.
-            base: offset of `data` in the file; None where it is compressed there.
+            data: the pickle and the bytes after it.
+            load_persistent: returns the value of a persistent id; raises `PickleError`.
+            file_bytes: size of the file, which bounds the number of steps.
+            base: offset of `data` in the file; None if it is compressed in the file.
         """
         self.position = 0
         self.file_bytes = file_bytes
@@ -62,13 +67,13 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def fail(self, reason: str, at: int) -> CheckpointError:
-        """The error for what is wrong at byte `at` of `data`."""
+        """Return the error for a defect at byte `at` of `data`."""
         if self._base is None:
             return CheckpointError(self._path, f"byte {at} of its compressed data.pkl: {reason}")
         return CheckpointError(self._path, reason, self._base + at)
 
     def reset(self) -> None:
-        """Forgets stack and memo: the next pickle over the same bytes starts afresh."""
+        """Forget stack and memo: the next pickle over the same bytes starts afresh."""
         self._stack, self._outer, self._memo = [], [], {}
 
     def byte(self) -> int:
@@ -118,7 +123,7 @@ class Machine:
         return values
 
     def remember(self, index: int) -> None:
-        """Puts the top of the stack into the memo."""
+        """Put the top of the stack into the memo."""
         # picklers count up from 0 or 1: an index is never above the number of bytes so far, and
         # small indices do not collide in a dict
         if index > self.position:
@@ -186,18 +191,18 @@ _NAMES = {op.code: op.name for op in pickletools.opcodes}
 
 
 def run(machine: Machine) -> Any:
-    """The object that the pickle at the machine's position describes.
+    """Run the pickle at the machine's position and return its object.
 
-    The machine is left behind the pickle's STOP.
+    Afterwards the machine is behind the pickle's STOP.
 
     Raises:
         CheckpointError: an opcode or global that is not allowed, or a malformed pickle.
     """
     machine.reset()
     at = machine.position
-    most = min(_MAX_STEPS, _FREE_STEPS + machine.file_bytes // _BYTES_PER_STEP)
+    max_steps = min(_MAX_STEPS, _FREE_STEPS + machine.file_bytes // _BYTES_PER_STEP)
     try:
-        for _ in range(most):
+        for _ in range(max_steps):
             at = machine.position
             opcode = machine.byte()
             if opcode == _STOP:
@@ -207,7 +212,7 @@ def run(machine: Machine) -> Any:
                 name = _NAMES.get(chr(opcode), f"0x{opcode:02x}")
                 raise PickleError(f"opcode {name} is not allowed in a checkpoint")
             action(machine)
-        raise PickleError(f"pickle takes more than {most} steps; save it in several shards")
+        raise PickleError(f"pickle takes more than {max_steps} steps; save it in several shards")
     except IndexError:
         raise machine.fail("damaged pickle: takes a value where there is none", at) from None
     except PickleError as error:

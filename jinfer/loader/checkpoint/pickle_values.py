@@ -1,7 +1,7 @@
 """Pickle values: the globals that a checkpoint may name, and the inert values for them.
 
-The table `GLOBALS` is closed: whatever is not in it is refused by name. Nothing here imports or
-calls what a file asks for; "calling" a global makes one of the plain records below.
+The table `GLOBALS` is closed: other names are refused. Nothing here imports or calls a name in a
+file; "calling" a global makes a plain record.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class PickleError(ValueError):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PickleDict:
-    """A dict or OrderedDict as the pairs put into it.
+    """A dict or OrderedDict as a list of pairs.
 
-    Pairs, not a dict: keys chosen to collide would make one slow, and nested ones deep to hash.
+    A dict would be slow with keys that collide, and nested keys are deep to hash.
     """
 
     pairs: list[Any]
@@ -30,12 +30,12 @@ class PickleDict:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Storage:
-    """Bytes kept outside the pickle: `size` of them from `offset` in the storage named `key`.
+    """Bytes outside the pickle: `size` bytes from `offset` in the storage named `key`.
 
     Attributes:
-        type: element type, empty for bytes whose type the tensor tells.
+        type: element type; empty if the tensor has it.
         key: name of the storage in its container.
-        total: bytes of the whole storage, of which a view is a part.
+        total: size of the whole storage.
     """
 
     type: str
@@ -58,7 +58,7 @@ class StridedTensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Opaque:
-    """A value of no use to a reader: a device, bytes, or what a program keeps beside weights."""
+    """A value that readers do not use: a device, bytes, or settings of a training program."""
 
     kind: str
 
@@ -103,7 +103,7 @@ def read_persistent_id(pid: object) -> Storage:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Non-negative integers below 2**63 (bool is not one here)."""
+    """Whether values are non-negative integers below 2**63; a bool is none."""
     return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
@@ -226,9 +226,9 @@ _STORAGES = {
     for name, kind in _TORCH_STORAGES.items()
 }
 _DTYPES = {f"torch.{name}": kind for kind, names in _TORCH_DTYPES.items() for name in names}
-# What training programs keep beside weights: arguments, paths, times, NumPy's numbers and arrays.
-# Nothing of them is made: they stand for themselves, and their attributes are left out.
-_BESIDE = (
+# Classes of values that training programs save: arguments, paths, times, NumPy's numbers and
+# arrays. They are not constructed, and their attributes are left out.
+_TRAINING_VALUES = (
     "argparse.Namespace",
     "types.SimpleNamespace",
     *(
@@ -257,20 +257,20 @@ _DICTS = (
     "lightning.fabric.utilities.data.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
 )
-# What makes the values of a defaultdict.
+# Factories of a defaultdict.
 _MAKERS = tuple(
     f"{module}.{name}"
     for module in ("builtins", "__builtin__")
     for name in ("dict", "float", "int", "list")
 )
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(_BESIDE, lambda args: Opaque("value beside the weights")),
+    **dict.fromkeys(_TRAINING_VALUES, lambda args: Opaque("setting of a training program")),
     "collections.OrderedDict": _ordered_dict,
-    # What these are made of, as a defaultdict's values, is not what a state dict has.
+    # A state dict has no defaultdict.
     **{name: lambda args: PickleDict([]) for name in _DICTS},
     "torch.Size": _size,
     "torch.device": lambda args: Opaque("device"),
-    "_codecs.encode": lambda args: Opaque("bytes"),  # how protocol 2 writes bytes
+    "_codecs.encode": lambda args: Opaque("bytes"),  # protocol 2 writes bytes so
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
@@ -286,14 +286,14 @@ GLOBALS: dict[str, Global] = {
 }
 
 
-_INSTEAD = {  # what to do about globals that are written by programs that people use
+_INSTEAD = {  # advice for globals that common programs write
     "torch._utils._rebuild_wrapper_subclass": "tensors of a quantizer's own class, as torchao's, "
     "are not read from pickles; save the model with safetensors, or use the original weights"
 }
 
 
 def find_global(module: str, name: str) -> Global:
-    """The inert stand-in of `module.name`.
+    """Return the inert value for `module.name`.
 
     Raises:
         PickleError: it is not in the closed list; the message names it.
@@ -301,8 +301,8 @@ def find_global(module: str, name: str) -> Global:
     # a dot inside a name is an attribute of an attribute: never written by torch.save
     found = None if "." in name else GLOBALS.get(f"{module}.{name}")
     if found is None:
-        asked = f"{module[:100]}.{name[:100]}"
-        asked = asked if asked.isprintable() else ascii(asked)
+        refused = f"{module[:100]}.{name[:100]}"
+        refused = refused if refused.isprintable() else ascii(refused)
         known = _INSTEAD.get(f"{module}.{name}", "a checkpoint must not call code")
-        raise PickleError(f"refuses to run {asked} ({known})")
+        raise PickleError(f"refuses to run {refused} ({known})")
     return found

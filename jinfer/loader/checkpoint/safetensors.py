@@ -40,10 +40,10 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def open_safetensors(path: Path) -> Checkpoint:
-    """Opens one .safetensors file.
+    """Open one .safetensors file.
 
     Raises:
-        CheckpointError: anything in the header that is malformed or disagrees with the file.
+        CheckpointError: a header that is malformed or disagrees with the file.
     """
     file = MappedFile(path)
     header, data_start = _read_header(file)
@@ -124,7 +124,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_cover(file: MappedFile, spans: list[tuple[int, int, str]], data_start: int) -> None:
-    """The tensors lie one after another from `data_start` to the end of the file."""
+    """Check that the tensors fill the file from `data_start` on, without gaps or overlaps."""
     expected = 0
     for begin, end, name in sorted(spans):
         if begin != expected:

@@ -1,4 +1,4 @@
-"""Storages: the bytes beside a pickle, and tensors as strided views of them."""
+"""Storages of torch.save: bytes outside a pickle, and tensors as strided views of them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MAX_REPEATED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Extent:
-    """Where bytes lie in a file: `stored` bytes from `offset`, `size` of them once inflated.
+    """A range of a file: `stored` bytes from `offset`, which inflate to `size` bytes.
 
     Attributes:
-        crc: CRC-32 of the inflated bytes; None where the bytes are stored as they are.
+        crc: CRC-32 of the inflated bytes; None for bytes that are not compressed.
     """
 
     offset: int
@@ -46,7 +46,7 @@ def read_extent(file: MappedFile, extent: Extent) -> np.ndarray:
         return stored
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        # one byte more than claimed, so that too many are seen without being made
+        # a byte more than claimed, so that an excess is noticed without inflating it
         data = inflater.decompress(stored.data, extent.size + 1)
     except zlib.error as error:
         raise CheckpointError(
@@ -62,7 +62,8 @@ def read_extent(file: MappedFile, extent: Extent) -> np.ndarray:
 class Storages:
     """All storages of a file, by key.
 
-    The last one inflated is kept: tensors that share it are usually read one after another.
+    The storage that was inflated last is kept, because tensors that share it are read in
+    succession.
     """
 
     file: MappedFile
@@ -169,11 +170,18 @@ def _swapped(raw: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _COUNT_BYTES = 8
-_PROTO = b"\x80"  # how every pickle of protocol 2 and later begins
+_PROTO = b"\x80"  # the first byte of pickles of protocol 2 and later
 
 
 def read_legacy(file: MappedFile) -> tuple[Any, dict[str, Extent], int]:
-    """The object, its storages by key, and the bytes that the pickles take.
+    """Read a file of torch.save before PyTorch 1.6: five pickles, then the storages.
+
+    Source: torch/serialization.py (_legacy_save). The pickles are a magic number, the version of
+    the protocol, facts about the machine, the object, and the list of storage keys; then follow,
+    for each key, its number of elements (int64) and its bytes, always little-endian.
+
+    Returns:
+        The object, its storages by key, and the size of the pickles.
 
     Raises:
         CheckpointError: not this format, a pickle that is refused, storages that are missing or
@@ -233,7 +241,7 @@ _IN_ZIP64 = 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1 << 0, 1 << 3, 1 << 11
 # deflate shrinks zeros a thousandfold; pickles of weights by much less, and weights hardly at all
 _MAX_RATIO = 100
-_MAX_WHOLE_RATIO, _MAX_WHOLE_SLACK = 16, 64 << 20  # of everything that is compressed, together
+_MAX_WHOLE_RATIO, _MAX_WHOLE_SLACK = 16, 64 << 20  # bounds for everything that is compressed
 _MAX_SMALL = 64  # bytes of the entries that hold a word
 
 
@@ -247,10 +255,15 @@ class Archive:
 
 
 def read_archive(file: MappedFile) -> Archive:
-    """Checks a zip archive and finds its parts.
+    """Check a zip archive of torch.save (since PyTorch 1.6) and find its parts.
+
+    Source: PKWARE's APPNOTE, and torch/serialization.py: a top folder with data.pkl, version,
+    byteorder, and data/<key> for each storage, stored uncompressed and aligned to 64 bytes. Every
+    entry is checked: its local header agrees with the directory, it is inside the file, and no two
+    overlap. The checksums of stored entries are not compared: that would read the whole file.
 
     Raises:
-        CheckpointError: a damaged archive, or one that torch.save did not make.
+        CheckpointError: a damaged archive, or an archive of another program.
     """
     entries = _read_entries(file)
     pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -281,10 +294,10 @@ def _read_word(file: MappedFile, extent: Extent | None) -> bytes:
     return read_extent(file, extent).tobytes().strip()
 
 
-def _check_size(file: MappedFile, extent: Extent, most: int, what: str) -> None:
+def _check_size(file: MappedFile, extent: Extent, limit: int, what: str) -> None:
     """Before it is inflated."""
-    if extent.crc is not None and extent.size > most:
-        reason = f"{what[:200]} inflates to {extent.size} bytes; at most {most} are read"
+    if extent.crc is not None and extent.size > limit:
+        reason = f"{what[:200]} inflates to {extent.size} bytes; at most {limit} are read"
         raise CheckpointError(file.path, reason, extent.offset)
 
 
@@ -313,7 +326,7 @@ def _read_directory(file: MappedFile) -> tuple[list[zipfile.ZipInfo], int]:
     try:
         with zipfile.ZipFile(file.path) as archive:
             return archive.infolist(), archive.start_dir
-    # what zipfile is known to raise on damaged archives, ValueError and OSError among them for
+    # zipfile raises these on damaged archives, among them ValueError and OSError for
     # negative offsets
     except (
         zipfile.BadZipFile,

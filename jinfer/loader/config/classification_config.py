@@ -1,7 +1,7 @@
-"""Classification config: what a checkpoint says of its classes: labels, activation, pairs of texts.
+"""Classification config: labels, activation and pairs of texts of a classification head.
 
-The keys are transformers' (id2label, problem_type), sentence-transformers' (activation_fn) and
-llama.cpp's (classifier.output_labels, pooling_type, chat_template.rerank).
+The keys are those of transformers (id2label, problem_type), sentence-transformers (activation_fn)
+and llama.cpp (classifier.output_labels, pooling_type, chat_template.rerank).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.config_json import SourceError
-from jinfer.modelspec.classification_table import Activation, check_pair, class_count
-from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.loader.config.source_errors import SourceError
+from jinfer.modelspec.model_spec import Activation, ModelSpec, check_pair, class_count
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 if TYPE_CHECKING:
@@ -32,13 +31,13 @@ _PROBLEMS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class ClassificationConfig:
-    """How a model's scores of classes are read.
+    """How a model's scores of classes are interpreted.
 
     Attributes:
         labels: names of the classes.
-        activation: what makes a probability of a score.
+        activation: turns a score into a probability.
         relevance: the number of the class whose score ranks documents; None: no class does.
-        pair: the text that a pair becomes; None: as the tokenizer joins two texts.
+        pair: the format of a pair of texts; None: the tokenizer joins two texts.
     """
 
     labels: tuple[str, ...]
@@ -49,7 +48,7 @@ class ClassificationConfig:
     def activated(
         self, scores: Float[np.ndarray, "texts labels"]
     ) -> Float[np.ndarray, "texts labels"]:
-        """The probabilities of scores, or the scores themselves where the activation is none."""
+        """Return the probabilities of scores, or the scores without an activation."""
         return ACTIVATIONS[self.activation](scores)
 
 
@@ -68,10 +67,10 @@ ACTIVATIONS = {"identity": lambda x: x, "sigmoid": _sigmoid, "softmax": _softmax
 def find_classification(
     spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> ClassificationConfig | None:
-    """What a checkpoint says of its classes, and a specification in its place; None without a head.
+    """Read a checkpoint's classes, which a specification may replace; None without a head.
 
     Raises:
-        SourceError: the checkpoint asks for an activation that is not known.
+        SourceError: the checkpoint has an unknown activation.
         SpecError: `[classification]` has other classes than the model.
     """
     stack, own = spec.decoder or spec.stacks[-1], spec.classification
@@ -105,7 +104,7 @@ def _architecture(gguf: Mapping[str, Any], key: str) -> Any:
 
 
 def _labels(config: Mapping[str, Any], gguf: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels' names, by the classes' numbers; empty where there are none."""
+    """Return the names of the classes in order; empty if there are none."""
     named = _architecture(gguf, "classifier.output_labels")
     if isinstance(named, list):
         return tuple(map(str, named))

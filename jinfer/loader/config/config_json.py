@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefusedError, path_exists
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_files import architecture_of, format_table
+from jinfer.sandbox.download_check import read_downloaded
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists
 
 MAX_CONFIG_BYTES = 64 << 20
 
@@ -27,13 +27,6 @@ _FILES = {
     "hf_quant_config.json": "modelopt",
 }
 _TIED = "tie_word_embeddings"
-
-
-class SourceError(ValueError):
-    """A source, or a file of it, that cannot be used: the message says why and what to do."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(sanitized(text))
 
 
 def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -50,9 +43,9 @@ def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_json(path) if path_exists(path) else {}
 
 
-def config_path(weights: Path) -> Path:
+def config_path(path: Path) -> Path:
     """Return the path of config.json for a checkpoint's folder or file."""
-    return (weights if weights.is_dir() else weights.parent) / "config.json"
+    return (path if path.is_dir() else path.parent) / "config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:

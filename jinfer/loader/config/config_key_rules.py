@@ -1,7 +1,7 @@
-"""Config keys that nothing read: whether a model does what they say nevertheless.
+"""Rules for config keys that nothing read: whether a model complies with their values.
 
-A rule compares the key's value with what was built: it changes nothing, or the specification says
-it as well, in another way.
+A rule compares the value with the model: either the value has no effect, or the specification has
+the same effect without reading the key.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jinfer.modelspec.blocks import (
+from jinfer.modelspec.attention_blocks import AttentionSpec, LatentAttentionSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
-    AlibiSpec,
-    AttentionSpec,
-    Block,
+    CLAMPED,
     GatedMLPSpec,
-    LatentAttentionSpec,
-    LayerNormSpec,
     MLPSpec,
     MoESpec,
-    RMSNormSpec,
-    RopeSpec,
 )
-from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import AlibiSpec, RopeSpec
 
-# Whether a model does what a value says.
+# Whether a model complies with a value.
 type Rule = Callable[[Any, ModelSpec], bool]
 
 _NAME = re.compile(r"\w+")
@@ -56,7 +53,7 @@ def _ropes(spec: ModelSpec) -> list[RopeSpec]:
 
 
 def values_of(spec: ModelSpec, *names: str, of: type | tuple[type, ...] = object) -> set[Any]:
-    """What the blocks of a model, and their positions, have in these fields."""
+    """Return the values of these fields in the blocks of a model and their positions."""
     parts = [*_blocks(spec), *_positions(spec)]
     return {
         getattr(part, name)
@@ -68,7 +65,7 @@ def values_of(spec: ModelSpec, *names: str, of: type | tuple[type, ...] = object
 
 
 def _numbers(spec: ModelSpec) -> list[float]:
-    """The numbers in a model's formulas: written out, or what names of sizes stand for."""
+    """Return the numbers in a model's formulas, including the values of named sizes."""
     formulas = [part for stack in spec.stacks for part in (stack.stem, stack.head)]
     formulas += [layer.wiring for layer in {id(x): x for x in layers_of(spec)}.values()]
     named = [number for each in formulas for _, number in each.constants]
@@ -76,29 +73,29 @@ def _numbers(spec: ModelSpec) -> list[float]:
 
 
 def is_close(value: Any, other: Any) -> bool:
-    """Whether numbers are equal but for rounding; other values, whether they are equal."""
+    """Whether values are equal; floats, except for rounding."""
     if isinstance(value, float) and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-6)  # GGUF has float32
     return bool(value == other)
 
 
 def no_effect(*values: Any) -> Rule:
-    """Values that change nothing; what is off never does."""
+    """Accept values without an effect: these and anything false."""
     return lambda value, spec: not value or value in values
 
 
 def if_true(test: Callable[[ModelSpec], Any]) -> Rule:
-    """What a switch says if it is on."""
+    """Check the model if the value is true."""
     return lambda value, spec: not value or bool(test(spec))
 
 
 def equals(test: Callable[[ModelSpec], bool]) -> Rule:
-    """What a switch says, on or off."""
+    """Check that the value, as a bool, equals the result of `test`."""
     return lambda value, spec: bool(value) == test(spec)
 
 
 def any_rope(test: Callable[[Any, RopeSpec], bool]) -> Rule:
-    """What a value says of rotary positions, if there are any."""
+    """Check that a rotary position of the model passes `test`, if there is any."""
 
     def rule(value: Any, spec: ModelSpec) -> bool:
         ropes = _ropes(spec)
@@ -108,20 +105,20 @@ def any_rope(test: Callable[[Any, RopeSpec], bool]) -> Rule:
 
 
 def is_factor(value: Any, spec: ModelSpec) -> bool:
-    """Whether a number is 1 or off, or formulas multiply by it, or divide."""
+    """Whether a number is 1 or unset, or formulas multiply or divide by it."""
     if not value or value == 1:
         return True
     return any(is_close(float(value), n) or is_close(1 / float(value), n) for n in _numbers(spec))
 
 
 def is_softcap(value: Any, spec: ModelSpec) -> bool:
-    """Whether scores or logits are bounded by it, by an attention or in a formula."""
+    """Whether an attention or a formula bounds scores or logits by this number."""
     known = [*values_of(spec, "softcap"), *_numbers(spec)]
     return not value or any(is_close(float(value), each) for each in known if each is not None)
 
 
 def has_value(*names: str, of: type | tuple[type, ...] = object) -> Rule:
-    """A value that a block of the model has in one of these fields, or no block has them at all."""
+    """Check that a block has the value in a field, or that no block has such a field."""
 
     def rule(value: Any, spec: ModelSpec) -> bool:
         built = values_of(spec, *names, of=of)
@@ -131,19 +128,19 @@ def has_value(*names: str, of: type | tuple[type, ...] = object) -> Rule:
 
 
 def unset_or_value(*names: str, of: type | tuple[type, ...] = object) -> Rule:
-    """Nothing, or a value that a block of the model has in one of these fields."""
+    """Check that the value is unset, or that a block has it in a field."""
     return lambda value, spec: (
         not value or any(is_close(value, each) for each in values_of(spec, *names, of=of))
     )
 
 
 def has_attention(field: str) -> Rule:
-    """Off, or an attention of the model has something in this field."""
+    """Check that the value is false, or that a block has this field set."""
     return if_true(lambda spec: values_of(spec, field) - {None, False})
 
 
 def same_activation(value: Any, spec: ModelSpec) -> bool:
-    """Whether a block has it. Files say gelu and mean its tanh form, so these are one."""
+    """Whether a block has this activation; files mix up "gelu" and its tanh form."""
     name = ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
     built = {str(each).removesuffix("_tanh") for each in values_of(spec, "activation", "function")}
     if name in ("swiglu", "geglu") and values_of(spec, "activation", of=GatedMLPSpec):
@@ -152,9 +149,9 @@ def same_activation(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_window(value: Any, spec: ModelSpec) -> bool:
-    """Whether a window is off, beyond any text, or that of a layer.
+    """Whether a window is unset, longer than any text, or the window of a layer.
 
-    Encoders count one half of it to either side.
+    For encoders half of it is on either side.
     """
     if not value or not isinstance(value, int | float):
         return not value
@@ -164,7 +161,7 @@ def same_window(value: Any, spec: ModelSpec) -> bool:
 
 
 def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
-    """The attention of each layer; None where it has another kind, or several."""
+    """Return the attention of each layer; None for another kind, or for several."""
     found = []
     for layer in layers_of(spec):
         parts = [block for _, block in layer.modules if isinstance(block, AttentionSpec)]
@@ -173,7 +170,7 @@ def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
 
 
 def _indexer_top_k(spec: ModelSpec) -> list[int | None]:
-    """How many keys an indexer chooses in each layer; None without one."""
+    """Return the number of keys that the indexer of each layer chooses; None without an indexer."""
     found = []
     for layer in layers_of(spec):
         indexers = (getattr(block, "indexer", None) for _, block in layer.modules)
@@ -182,20 +179,20 @@ def _indexer_top_k(spec: ModelSpec) -> list[int | None]:
 
 
 def same_indexer_top_k(value: Any, spec: ModelSpec) -> bool:
-    """Whether that many keys are chosen for each query, or no text is longer."""
+    """Whether indexers choose this many keys for each query, or no text is longer."""
     reach = spec.dims.get("context")
     return (reach is not None and value >= reach) or set(_indexer_top_k(spec)) == {value}
 
 
 def same_shared_indexers(value: Any, spec: ModelSpec) -> bool:
-    """Whether those layers use keys chosen in others that a list of words, or a string, says do.
+    """Whether the same layers reuse the keys that another layer chose.
 
-    Or, of how often a layer chooses, whether some do not.
+    The value is a word or letter for each layer, or a period of layers that choose keys.
     """
     shared = [bool(layer.reusing) for layer in layers_of(spec)]
     if isinstance(value, str | list):
-        said = [word in ("shared", "S") for word in value]
-        return said[: len(shared)] == shared
+        expected = [word in ("shared", "S") for word in value]
+        return expected[: len(shared)] == shared
     return value in (0, 1) or any(shared)
 
 
@@ -206,10 +203,10 @@ _NO_ATTENTION = {"linear_attention", "mamba", "conv"}
 
 
 def same_layers(value: Any, spec: ModelSpec) -> bool:
-    """Whether those layers have a window that are said to, in the words of transformers.
+    """Whether the same layers have a window.
 
-    The value is a word for each layer; GPT-Neo's list of words and how often they come; or GGUF's
-    flag for each layer, or every how many layers there is one without.
+    The value is a word of transformers for each layer; GPT-Neo's list of words with repetitions;
+    or, in GGUF, a flag for each layer, or the period of layers without a window.
     """
     reach = spec.dims.get("context")
     built = [None if attn is None else _window(attn) for attn in _attentions(spec)]
@@ -224,16 +221,18 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
         value = [word for words, times in value for word in words * min(times, len(built))]
     if not _INDEXED.isdisjoint(each for each in value if isinstance(each, str)):
         return [each in _INDEXED for each in value] == [bool(k) for k in _indexer_top_k(spec)]
-    said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
-    said = [None if isinstance(each, str) and each in _NO_ATTENTION else each for each in said]
-    if not any(said) and None not in said:
+    expected = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
+    expected = [
+        None if isinstance(each, str) and each in _NO_ATTENTION else each for each in expected
+    ]
+    if not any(expected) and None not in expected:
         return all(window in (None, 0, reach) for window in built)
     windowed = [None if window is None else window > 0 for window in built]
-    return said == [False if own else each for each, own in zip(windowed, latent, strict=True)]
+    return expected == [False if own else each for each, own in zip(windowed, latent, strict=True)]
 
 
 def _window(attention: AttentionSpec) -> int:
-    """How far an attention sees, in a window or a chunk; 0: any distance."""
+    """Return the size of the window or chunk of an attention; 0: neither."""
     return attention.window or attention.chunk or 0
 
 
@@ -242,24 +241,24 @@ def _has_latent_attention(layer: LayerSpec) -> bool:
 
 
 def same_rotated_layers(value: Any, spec: ModelSpec) -> bool:
-    """Whether those layers rotate whose number is not 0 (which `no_rope_layers` says)."""
+    """Whether the layers whose number in `no_rope_layers` is not 0 have rotary positions."""
     rotates = [attn is not None and attn.position is not None for attn in _attentions(spec)]
     return not value or spec.follows is not None or [bool(each) for each in value] == rotates
 
 
 def same_scaling(value: Any, spec: ModelSpec) -> bool:
-    """Whether positions are stretched by the rule that a name or a table says."""
+    """Whether positions are scaled by the rule that a name or a table names."""
     table = value if isinstance(value, Mapping) else {"type": value}
     name = table.get("rope_type", table.get("type"))
     ropes = _ropes(spec)
     if name in ("default", "none", "mrope", None) or not ropes:
         return True
-    name = {"su": "longrope"}.get(name, name)  # as Phi-3's first files call it
+    name = {"su": "longrope"}.get(name, name)  # the name in Phi-3's first files
     return any(rope.scaling is not None and rope.scaling.rope_type == name for rope in ropes)
 
 
 def same_stretch(field: str) -> Rule:
-    """Whether a number of a table of scaling is built, or positions are not stretched at all."""
+    """Check that the scaling of positions, if any, has this number in a field."""
 
     def rule(value: Any, spec: ModelSpec) -> bool:
         built = [getattr(rope.scaling, field) for rope in _ropes(spec) if rope.scaling]
@@ -269,7 +268,7 @@ def same_stretch(field: str) -> Rule:
 
 
 def same_positions(value: Any, spec: ModelSpec) -> bool:
-    """Whether positions are of the kind of a word: "rope_gptj", "rotary", "alibi", "absolute"."""
+    """Whether positions are of this kind: "rope_gptj", "rotary", "alibi", "absolute"."""
     word = str(value)
     kinds = {"rope": RopeSpec, "rota": RopeSpec, "alib": AlibiSpec}
     if word in ("absolute", "learned", "none"):
@@ -279,7 +278,7 @@ def same_positions(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_share(value: Any, spec: ModelSpec) -> bool:
-    """Whether that share of each head is rotated."""
+    """Whether this share of each head is rotated."""
     attentions = [b for b in _blocks(spec) if isinstance(b, AttentionSpec | LatentAttentionSpec)]
     shares = [
         (b.position.dim, b.head_dim if isinstance(b, AttentionSpec) else b.nope_dim + b.rope_dim)
@@ -298,7 +297,7 @@ def same_share(value: Any, spec: ModelSpec) -> bool:
 
 
 def usual_query_scale(value: Any, spec: ModelSpec) -> bool:
-    """Whether scores are divided by the root of a number (`query_pre_attn_scalar`)."""
+    """Whether scores are divided by the square root of this number (`query_pre_attn_scalar`)."""
     if value == spec.dims.get("head_dim"):
         return True
     is_size = isinstance(value, int | float) and 0 < value < 1e30
@@ -308,7 +307,7 @@ def usual_query_scale(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_scale(value: Any, spec: ModelSpec) -> bool:
-    """Whether scores, if there are any, are multiplied by it; none built is 1 / sqrt(head_dim)."""
+    """Whether scores are multiplied by this number; the default is 1 / sqrt(head_dim)."""
     usual = spec.dims.get("head_dim", 1) ** -0.5
     scales = values_of(spec, "scale", of=AttentionSpec)
     kinds = (AttentionSpec, LatentAttentionSpec)
@@ -318,7 +317,7 @@ def same_scale(value: Any, spec: ModelSpec) -> bool:
 
 
 def has_both_distances(value: Any, spec: ModelSpec) -> bool:
-    """DeBERTa's kinds of distances: a list, or words between bars; both are built."""
+    """Whether DeBERTa's kinds of distances, a list or words between bars, are both kinds."""
     words = value.split("|") if isinstance(value, str) else value
     return isinstance(words, list) and sorted(map(str, words)) == ["c2p", "p2c"]
 
@@ -329,7 +328,7 @@ def is_gated(spec: ModelSpec) -> bool:
 
 
 def is_parallel(spec: ModelSpec) -> bool:
-    """Whether a line of a layer's formula calls an attention and a feed-forward."""
+    """Whether an attention and a feed-forward are in the same line of a layer's formula."""
     return any(
         {"attention", "feed"}
         <= {_branch_kind(dict(layer.modules).get(name)) for name in _NAME.findall(line)}
@@ -344,7 +343,7 @@ def _branch_kind(block: Block | None) -> str:
 
 
 def norm_before(value: Any, spec: ModelSpec) -> bool:
-    """Whether a branch begins with its norm if, and only if, a key says so."""
+    """Whether branches begin with a norm exactly if the value is true."""
     first = next(iter(layers_of(spec)), None)
     if first is None:
         return True
@@ -354,29 +353,29 @@ def norm_before(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_norm(value: Any, spec: ModelSpec) -> bool:
-    """Whether there are RMS norms if, and only if, a word or a switch says so."""
+    """Whether the model has RMS norms exactly if the value, a name or a bool, means them."""
     says = "rms" in value if isinstance(value, str) else bool(value)
     return says == any(isinstance(block, RMSNormSpec) for block in _blocks(spec))
 
 
 def unbounded_steps(value: Any, spec: ModelSpec) -> bool:
-    """Whether bounds, the least and the greatest, are beyond what a softplus gives."""
+    """Whether bounds exclude no value of a softplus."""
     least, most = (float(x["__float__"]) if isinstance(x, Mapping) else x for x in value)
     return bool(least <= min(values_of(spec, "least"), default=0) and most >= 1000)
 
 
 def has_positions(kind: type) -> Callable[[ModelSpec], bool]:
-    """Whether a model has positions of a kind."""
+    """Return a test whether a model has positions of a kind."""
     return lambda spec: any(isinstance(part, kind) for part in _positions(spec))
 
 
-# Scores are divided by the root of a head's size.
+# Scores are divided by the square root of a head's size.
 scaled_scores = equals(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
 
 
-# Tokens see those before them only; those after them too.
+# Attention to earlier tokens alone, or to later tokens as well.
 def _is_causal(spec: ModelSpec) -> bool:
-    """Whether no token sees those after it."""
+    """Whether no token attends to later tokens."""
     return spec.decoder is not None or values_of(spec, "causal", of=AttentionSpec) == {True}
 
 
@@ -385,7 +384,7 @@ not_causal = if_true(lambda spec: not _is_causal(spec))
 
 
 def same_scoring(value: Any, spec: ModelSpec) -> bool:
-    """Whether experts are scored so; GGUF numbers the functions, dots1 says how it chooses."""
+    """Whether experts are scored by this function, a name or a number of GGUF."""
     names = {"1": "softmax", "2": "sigmoid", "noaux_tc": "sigmoid"}
     return not value or names.get(str(value), str(value)) in (
         values_of(spec, "scoring") or {"softmax"}
@@ -393,7 +392,7 @@ def same_scoring(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_choice(value: Any, spec: ModelSpec) -> bool:
-    """Whether experts are chosen by that method, in DeepSeek's words."""
+    """Whether experts are chosen by this method of DeepSeek's config.json."""
     if True in values_of(spec, "correction_bias"):
         return not value or value == "noaux_tc"
     groups = max(values_of(spec, "groups"), default=1)
@@ -401,9 +400,9 @@ def same_choice(value: Any, spec: ModelSpec) -> bool:
 
 
 def _dense(spec: ModelSpec) -> list[bool]:
-    """Whether a layer has no experts, of each; empty where none has any.
+    """Return whether each layer has no experts; empty for a model without experts.
 
-    Empty for a head that drafts as well: its file describes the model that it was trained for.
+    Empty for a draft head as well: its file describes the model that it was trained for.
     """
     if spec.follows is not None:
         return []
@@ -415,16 +414,16 @@ def _dense(spec: ModelSpec) -> list[bool]:
 
 
 def same_dense_prefix(value: Any, spec: ModelSpec) -> bool:
-    """Whether that many layers at the beginning have no experts, and no more."""
+    """Whether exactly this many layers at the beginning have no experts."""
     dense = _dense(spec)
     first = dense.index(False) if dense else 0
     return not dense or min(value, len(dense)) == first
 
 
 def same_moe_period(value: Any, spec: ModelSpec) -> bool:
-    """Whether experts are in every so-and-so-many-th layer, or in those that a list says.
+    """Check an MoE layer period, or an explicit layer list.
 
-    The list has 0 or "dense" for layers without.
+    The list has 0 or "dense" for layers without experts.
     """
     dense = _dense(spec)
     if isinstance(value, list):
@@ -434,11 +433,11 @@ def same_moe_period(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_dense_layers(value: Any, spec: ModelSpec) -> bool:
-    """Whether the layers of those numbers have no experts."""
+    """Whether the layers with these numbers have no experts."""
     dense = _dense(spec)
     return not dense or not value or all(i < len(dense) and dense[i] for i in value)
 
 
 def sigmoid_scoring(value: Any, spec: ModelSpec) -> bool:
-    """Whether experts are scored by a sigmoid if a key says so."""
+    """Whether experts are scored by a sigmoid if the value is true."""
     return same_scoring("sigmoid" if value else "", spec)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.config_json import SourceError, read_json
+from jinfer.loader.config.config_json import read_json
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.sampling.param_field import ALIASES
 from jinfer.sampling.sampling_params import SamplingParams
@@ -69,7 +70,7 @@ def generation_config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], Path]:
 
 
 def generation_defaults(
-    own: Mapping[str, Any], config: Mapping[str, Any], path: Path, spec: str
+    own: Mapping[str, Any], config: Mapping[str, Any], path: Path, spec_path: str
 ) -> dict[str, Any]:
     """Return the values of `SamplingParams` that apply where a request has none.
 
@@ -77,7 +78,7 @@ def generation_defaults(
         own: `[generation]`, which takes precedence; with `defaults = "none"` it is used alone.
         config: generation_config.json, or metadata of a GGUF file.
         path: that file, for errors.
-        spec: the specification's file, for errors.
+        spec_path: the specification, for errors.
 
     Raises:
         SourceError: the file has an invalid value.
@@ -87,7 +88,9 @@ def generation_defaults(
     choice = own.get(KEY, _CHOICES[0])
     if choice not in _CHOICES:
         allowed = ", ".join(_CHOICES)
-        raise SpecError(spec, f"generation.{KEY}", f"{choice!r} is not known; allowed: {allowed}")
+        raise SpecError(
+            spec_path, f"generation.{KEY}", f"{choice!r} is not known; allowed: {allowed}"
+        )
     return values if choice == "none" else {**_file_defaults(config, path), **values}
 
 

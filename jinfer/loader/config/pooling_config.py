@@ -1,7 +1,7 @@
-"""Sentence embeddings: what a checkpoint says of how the vectors of a text's tokens become one.
+"""Pooling: how the vectors of a text's tokens become the embedding of the text.
 
-The files are sentence-transformers' (modules.json and those it names, old and new), and GGUF's
-`pooling_type`, whose numbers are llama.cpp's.
+Checkpoints describe it in the files of sentence-transformers (modules.json and the files that it
+names, old and new), or in GGUF's `pooling_type`, whose numbers are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
-from jinfer.loader.config.config_json import SourceError, read_json, read_json_value
+from jinfer.loader.config.config_json import read_json, read_json_value
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.sandbox.safe_files import path_exists
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -42,6 +43,7 @@ def _softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
 
+# By the names of torch.nn's classes, with the default arguments of these.
 DENSE_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
@@ -80,13 +82,13 @@ _GGUF_REFUSED = {
     0: "which gives no vector of a whole text",
     4: "a score by a ranking head, which classify gives",
 }
-# Of the module Transformer; older ones are named after the model.
+# Files of the module Transformer; older files are named after the model.
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _DENSE = re.compile(r"dense_(\d{1,3})\.weight")
-_MOST_TOKENS = 10**9  # tokenizers without a limit say a number of thirty digits
+_MAX_TOKENS = 10**9  # tokenizers without a limit say a number of thirty digits
 
 
 @dataclass(frozen=True)
@@ -111,24 +113,23 @@ class Projection:
 
 @dataclass(frozen=True)
 class PoolingSpec:
-    """What a checkpoint says of its embeddings.
+    """The pooling of a checkpoint.
 
     Attributes:
-        take: which tokens count; of several, the vectors stand one behind the other; empty where
-            there is none.
-        normalize: vectors are brought to length 1.
-        max_tokens: longer texts are cut to this; None: to the model's context.
-        layers: what follows the pooling, before the length is changed at last.
-        prompts: texts that may stand before those embedded, by name.
-        default_prompt: the name of the one that does unless another is asked for.
-        include_prompt: whether the tokens of such a prompt count.
-        lower_case: whether texts are read in lower case.
+        take: the pooling methods; the vectors of several are concatenated; empty if there is none.
+        normalize: divide vectors by their length.
+        max_tokens: longer texts are cut to this length; None: to the model's context.
+        layers: layers between pooling and normalization.
+        prompts: name -> prefix of texts.
+        default_prompt: the name of the prefix that is used by default.
+        include_prompt: whether the tokens of the prefix are pooled.
+        lower_case: whether texts are converted to lower case.
         similarity: how two vectors are compared.
-        declared: whether the checkpoint says that it embeds texts, or nothing of it.
+        declared: whether the checkpoint is declared as an embedding model.
         late: each token has a vector, projected by `layers`, and texts are compared by MaxSim (late
             interaction, ColBERT, arXiv 2004.12832).
         skipped: tokens of documents that are not compared, by name.
-        refusal: why it gives no vectors unless a pooling is asked for; "" if it does.
+        refusal: the reason why the user has to choose a pooling; "" if it has a default.
     """
 
     take: tuple[Pooling, ...]
@@ -146,7 +147,7 @@ class PoolingSpec:
     refusal: str = ""
 
     def prompt(self, name: str | None) -> str:
-        """The text of a prompt; None: of the default one. Raises `ValueError`."""
+        """Return the text of a prefix; None: of the default. Raises `ValueError`."""
         if name is not None and name not in self.prompts:
             known = nearest_hint(name, self.prompts) if self.prompts else "the model has no prompts"
             raise ValueError(f"there is no prompt {show_value(name)}; {known}")
@@ -154,16 +155,16 @@ class PoolingSpec:
         return "" if chosen is None else self.prompts[chosen]
 
     def text(self, text: str, prompt: str) -> str:
-        """What the tokenizer is given for a text behind a prompt."""
+        """Return the input of the tokenizer for a text with a prefix."""
         whole = prompt + text
         return whole.lower() if self.lower_case else whole
 
 
 def find_pooling(spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, Any]) -> PoolingSpec:
-    """Reads what stands in a GGUF file, and in modules.json beside the weights.
+    """Read the pooling of a GGUF file, or of the modules.json of a checkpoint.
 
     Raises:
-        SourceError: a file asks for something that is not known.
+        SourceError: a file has an unknown value.
         CheckpointError: the weights of a dense layer are broken.
     """
     path, hidden = checkpoint.path, spec.dims.get("hidden")
@@ -178,7 +179,7 @@ def find_pooling(spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, A
 def _of_gguf(
     checkpoint: Checkpoint, config: Mapping[str, Any], hidden: int | None
 ) -> PoolingSpec | None:
-    """What `pooling_type` says; None where there is none."""
+    """Read `pooling_type`; None if there is none."""
     if checkpoint.format != "gguf":
         return None
     key = f"{config.get('general.architecture', '')}.pooling_type"
@@ -206,10 +207,10 @@ def _of_dense_tensors(checkpoint: Checkpoint, hidden: int | None) -> tuple[Proje
 
 
 def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
-    """What modules.json and the files of its modules say.
+    """Read modules.json and the files of its modules.
 
     Args:
-        own: of the checkpoint itself; what a GGUF file says of tokens that count is nearer to it.
+        own: the pooling in a GGUF file, which takes precedence.
     """
     take, include_prompt, pooled = own.take, True, False
     layers: list[Callable[[Vectors], Vectors]] = [*own.layers]
@@ -230,27 +231,27 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
         take = own.take
     _check_widths(folder, layers, hidden and hidden * max(1, len(take) if pooled else 1))
     normalize = layers[-1:] == [to_length_1]
-    most, lower_case = _transformer(folder)
-    said = folder / "config_sentence_transformers.json"
-    prompts, default, similarity = _prompts(said)
+    longest, lower_case = _transformer(folder)
+    settings_file = folder / "config_sentence_transformers.json"
+    prompts, default, similarity = _prompts(settings_file)
     late = not pooled and any(isinstance(layer, Projection) for layer in layers)
     if late:
         reason = "gives a vector of each token and none of a text: it has no pooling"
         return PoolingSpec(
             take=(),
-            max_tokens=most,
+            max_tokens=longest,
             layers=tuple(layer for layer in layers if isinstance(layer, Projection)),
-            prompts=_prefixes(said) | prompts,
+            prompts=_prefixes(settings_file) | prompts,
             lower_case=lower_case,
             declared=True,
             late=True,
-            skipped=_skipped(said),
+            skipped=_skipped(settings_file),
             refusal=f"{folder / 'modules.json'}: {reason}",
         )
     return PoolingSpec(
         take=take,
         normalize=normalize,
-        max_tokens=most,
+        max_tokens=longest,
         layers=tuple(layers[:-1] if normalize else layers),
         prompts=prompts,
         default_prompt=default,
@@ -263,7 +264,7 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
 
 
 def _transformer(folder: Path) -> tuple[int | None, bool]:
-    """The most tokens of a text, and whether it is read in lower case.
+    """Return the maximum number of tokens of a text, and whether it is converted to lower case.
 
     Newer files leave the former to the tokenizer's own.
     """
@@ -272,12 +273,12 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
     tokenizer = folder / "tokenizer_config.json"
     known = read_json(tokenizer).get("model_max_length") if path_exists(tokenizer) else None
     limits = (settings.get("max_seq_length"), known)
-    most = (n for n in limits if type(n) is int and 1 < n < _MOST_TOKENS)
-    return next(most, None), settings.get("do_lower_case") is True
+    valid = (n for n in limits if type(n) is int and 1 < n < _MAX_TOKENS)
+    return next(valid, None), settings.get("do_lower_case") is True
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None, Similarity]:
-    """Prompts by name, the default one's name, and how vectors are compared."""
+    """Return the prefixes by name, the name of the default, and the similarity of vectors."""
     config = read_json(path) if path_exists(path) else {}
     given = config.get("prompts") or {}
     if not isinstance(given, Mapping) or not all(
@@ -322,7 +323,7 @@ def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
 def _check_widths(
     path: Path, layers: Sequence[Any], hidden: Any, name: str = "linear.weight"
 ) -> None:
-    """Each layer must take what the one before gives, the first one what the pooling does."""
+    """Raise unless the inputs of each layer are the outputs of the layer before."""
     for each in layers:
         if not isinstance(each, Projection):
             continue
@@ -364,7 +365,7 @@ def _modules(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _modes(config: Mapping[str, Any], file: Path) -> tuple[Pooling, ...]:
-    """Which tokens count: `pooling_mode`, a name or several, or older files' keys that are true."""
+    """Return the pooling methods in `pooling_mode`, or in keys of older files."""
     known = {key: name for name, (key, _) in _MODES.items()}
     named = config.get("pooling_mode")
     if named is None:
@@ -385,12 +386,12 @@ def _modes(config: Mapping[str, Any], file: Path) -> tuple[Pooling, ...]:
 
 
 def to_length_1(vectors: Vectors) -> Vectors:
-    """Vectors divided by their lengths."""
+    """Divide vectors by their lengths."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def cut(ids: list[int], limit: int) -> list[int]:
-    """At most `limit` tokens; the last one, which ends the text, stays."""
+    """Cut tokens to `limit`, but keep the last token, which ends the text."""
     return ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
 
 
@@ -399,18 +400,20 @@ def pool(
     take: Sequence[Pooling],
     skipped: Sequence[int] | None = None,
 ) -> Vectors:
-    """One vector for each text.
+    """Return a vector for each text.
 
     Args:
-        skipped: of each text, how many tokens at its beginning do not count.
+        skipped: for each text, the number of tokens at its beginning that are left out.
     """
     begins = skipped or [0] * len(hidden)
     pairs = zip(hidden, begins, strict=True)
-    return np.stack([np.concatenate([_TAKES[one](x, begin) for one in take]) for x, begin in pairs])
+    return np.stack(
+        [np.concatenate([_TAKES[method](x, begin) for method in take]) for x, begin in pairs]
+    )
 
 
 def _weighted(x: np.ndarray, begin: int) -> np.ndarray:
-    """Later tokens count for more (arXiv 2202.08904)."""
+    """Weigh later tokens more (arXiv 2202.08904)."""
     weights = np.arange(begin + 1, len(x) + 1, dtype=np.float32)[:, None]
     return (x[begin:] * weights).sum(axis=0) / weights.sum()
 

@@ -1,4 +1,6 @@
-"""Unused config keys: what a checkpoint says that nothing read, and which of it changes answers."""
+"""Unused config keys: keys of config.json and GGUF metadata that nothing read but change answers.
+
+`KNOWN` has their effect, and the rule by which a model complies with them without reading them."""
 
 from __future__ import annotations
 
@@ -9,14 +11,10 @@ from typing import Any
 from jinfer.loader.config import config_key_rules as rules
 from jinfer.loader.config.config_json import QUANTIZATION_KEYS
 from jinfer.loader.config.config_key_rules import Rule
-from jinfer.modelspec.blocks import (
-    AlibiSpec,
-    DisentangledSpec,
-    MoESpec,
-    RMSNormSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.blocks import RMSNormSpec
+from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RopeSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 
 WINDOW = ("attention reaches only so far back", rules.same_window)
@@ -64,7 +62,7 @@ def _all(known: tuple[str, Rule], *keys: str) -> dict[str, tuple[str, Rule]]:
     return dict.fromkeys(keys, known)
 
 
-# Keys of the tables `rope_scaling` and `rope_parameters`, and of their tables for kinds of layers.
+# Keys of the tables `rope_scaling` and `rope_parameters`, and of the tables in them.
 ROTARY: dict[str, tuple[str, Rule]] = {
     "rope_theta": THETA,
     "partial_rotary_factor": SHARE,
@@ -133,7 +131,9 @@ KNOWN: dict[str, tuple[str, Rule]] = {
     "rotary_value": ("values are rotated as well", rules.no_effect()),
     "use_bidirectional_attention": (
         "tokens see those after them",
-        lambda value, spec: value == "vision" or rules.not_causal(value, spec),  # of images alone
+        lambda value, spec: (
+            value == "vision" or rules.not_causal(value, spec)
+        ),  # affects images alone
     ),
     "attn_config.prefix_lm": ("tokens see those after them", rules.no_effect()),
     "relative_attention": (
@@ -191,7 +191,7 @@ KNOWN: dict[str, tuple[str, Rule]] = {
 
 _log = logging.getLogger("jinfer")
 
-# Read by others than specifications.
+# Read elsewhere, not by specifications.
 _ELSEWHERE = frozenset(
     {"architectures", "text_config", "eos_token_id", *QUANTIZATION_KEYS}
     | {"decoder_start_token_id", "forced_bos_token_id", "general", "tokenizer", "split"}
@@ -200,25 +200,27 @@ _ELSEWHERE = frozenset(
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
 
 
-def unread(config: Mapping[str, Any], asked: Set[str]) -> dict[str, Any]:
-    """The keys that nothing looked up and that have a value, with it.
+def unread(config: Mapping[str, Any], looked_up: Set[str]) -> dict[str, Any]:
+    """Return the keys with a value that nothing looked up.
 
-    Of a table of which some keys were looked up, the others, with dots.
+    If some keys of a table were looked up, its other keys are returned with dots.
 
     Args:
         config: config.json, or GGUF's metadata.
-        asked: the keys that were looked up, with dots where they are in tables.
+        looked_up: the keys that were looked up, with dots for keys of tables.
     """
-    return dict(_unread(config, asked, ""))
+    return dict(_unread(config, looked_up, ""))
 
 
-def _unread(table: Mapping[str, Any], asked: Set[str], prefix: str) -> Iterator[tuple[str, Any]]:
+def _unread(
+    table: Mapping[str, Any], looked_up: Set[str], prefix: str
+) -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         key = f"{prefix}{name}"
-        if value is None or key in asked or key.partition(".")[0] in _ELSEWHERE:
+        if value is None or key in looked_up or key.partition(".")[0] in _ELSEWHERE:
             continue
-        if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in asked):
-            yield from _unread(value, asked, f"{key}.")
+        if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in looked_up):
+            yield from _unread(value, looked_up, f"{key}.")
         else:
             yield key, value
 
@@ -226,9 +228,9 @@ def _unread(table: Mapping[str, Any], asked: Set[str], prefix: str) -> Iterator[
 def consequences(
     keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec
 ) -> dict[str, tuple[Any, str]]:
-    """Keys of `unread` that are known to change the computation -> their value, and how.
+    """Map keys of `unread` that would change the computation to their value and their effect.
 
-    Those are left out whose value changes nothing, or says what the specification says as well.
+    Keys are left out if the model complies with their value.
     """
     architecture = f"{config.get('general.architecture', '')}."
     found: dict[str, tuple[Any, str]] = {}
@@ -247,7 +249,7 @@ def _holds(rule: Rule, value: Any, spec: ModelSpec) -> bool:
 
 
 def _leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with their values, those inside tables with dots."""
+    """Yield keys with their values; keys of tables with dots."""
     for name, value in keys.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -256,7 +258,7 @@ def _leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _known(key: str, config: Mapping[str, Any]) -> tuple[str, Rule] | None:
-    """What the key says, and its rule; None if it is not used."""
+    """Return the effect and the rule of a key; None if it is unknown or not used."""
     first, _, inner = key.partition(".")
     types = config.get("layer_types")
     if first in _ROTARY_TABLES and inner:
@@ -271,10 +273,10 @@ def _known(key: str, config: Mapping[str, Any]) -> tuple[str, Rule] | None:
 
 
 def check_unused(keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Refuses a checkpoint with keys that change the computation and that nothing follows.
+    """Refuse a checkpoint with keys that change the computation and that the model does not follow.
 
     Raises:
-        SpecError: names them, unless `trust_config` is "warn".
+        SpecError: it names the keys; with `trust_config = "warn"` a warning does.
     """
     known = consequences(keys, config, spec)
     for key, (value, how) in known.items():

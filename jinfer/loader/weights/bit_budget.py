@@ -1,8 +1,12 @@
 """Bits per matrix under a budget, `quantization.weights = "4.25 bits"`.
 
-Each matrix gets one of a few formats, so that the sum of what their rounding errors cost in
-divergence (`divergence_cost`) is least. Where costs are not known all have the same format
-(`format_choice`).
+Each matrix gets one of a few formats, so that the sum of the costs of their rounding errors is
+least. A cost is the divergence (KL) of the model's predictions. If costs are unknown, all matrices
+have the same format.
+
+To second order, an error D of a matrix makes the predictions of a text diverge by 1/2 <G, D>^2,
+where G is the gradient of the text's log-likelihood, with its tokens drawn from the model's own
+predictions.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-_TOKENS = 1 << 10  # that costs are measured with
+_TOKENS = 1 << 10  # tokens that costs are measured with
 _SAMPLE = 1 << 16  # weights of a matrix that are rounded to measure its error
 
 
@@ -80,11 +84,11 @@ def with_budget(plan: WeightPlan, texts: Sequence[Texts], *, progress: bool = Fa
 
 
 def mean_square_error(values: np.ndarray, format: QuantFormat) -> float:
-    """Of rounding a matrix to a format, from some of its rows."""
+    """Return the mean square error of rounding a matrix to a format, from some of its rows."""
     rows = values.reshape(-1, values.shape[-1])
     step = max(1, rows.size // _SAMPLE)
     blocks = split_into_blocks(rows[::step], format.block).reshape(-1, format.block)
-    blocks = np.resize(blocks, (_SAMPLE // format.block, format.block))  # one program for all
+    blocks = np.resize(blocks, (_SAMPLE // format.block, format.block))  # the same program for all
     rounded = quantize(blocks, format, method="mse").dequantize()
     return float(np.square(np.asarray(rounded) - blocks, dtype=np.float64).mean())
 
@@ -92,7 +96,7 @@ def mean_square_error(values: np.ndarray, format: QuantFormat) -> float:
 def _costs(
     plan: WeightPlan, firsts: Sequence[str], texts: Sequence[Texts], progress: bool
 ) -> dict[str, float]:
-    """Of each of these names, together with those that are the same array."""
+    """Return the cost of each name, together with the names of the same array."""
     walk = LayerwiseForward(build_abstract_model(plan.spec, "float32"), plan.spec.stacks[0].name)
     shapes, origins = parameter_shapes(plan.plain), cast("Mapping[str, Origin]", plan.origins)
 
@@ -102,7 +106,7 @@ def _costs(
         stored = read_values(plan.plain, origins[name], shapes, np.dtype(np.float32))
         return jnp.asarray(stored, jnp.float32)
 
-    wanted = {
+    matrices = {
         name: each.method == "gptq"
         for name, each in plan.storages.items()
         if plan.same[name] in firsts
@@ -113,7 +117,7 @@ def _costs(
     count = min(max(1, _TOKENS // longest), -(-len(single) // 2))
     some, rest = single[:count], single[count:]
     found = dict[str, float]()
-    costs = divergence_costs(walk, values, some, wanted, calibration=rest, progress=progress)
+    costs = divergence_costs(walk, values, some, matrices, calibration=rest, progress=progress)
     for name, cost in costs.items():
         first = plan.same[name]
         found[first] = found.get(first, 0.0) + cost
@@ -128,24 +132,24 @@ def divergence_costs(
     walk: LayerwiseForward,
     read: Read,
     texts: Sequence[Texts],
-    wanted: Mapping[str, bool],
+    matrices: Mapping[str, bool],
     *,
     calibration: Sequence[Texts] = (),
     progress: bool = False,
 ) -> dict[str, float]:
-    """The divergence in nats a token for a mean square of 1 of a matrix's rounding errors.
+    """Return the divergence, in nats a token, for rounding errors with a mean square of 1.
 
-    Memory holds one layer and its gradients, and the vectors of all texts between all layers.
+    Memory holds a layer with its gradients, and the vectors of all texts between all layers.
 
     Args:
-        read: is called for one layer after the other.
-        texts: whose predictions diverge, each [1, tokens].
-        wanted: names of matrices, tables and heads -> whether they get GPTQ.
-        calibration: what that is computed for, other texts; none: the same, for which it does
+        read: reads the weights of a layer; called for each layer in turn.
+        texts: texts whose predictions diverge, each [1, tokens].
+        matrices: names of matrices, tables and heads -> whether GPTQ quantizes them.
+        calibration: other texts, which GPTQ is calibrated on; empty: `texts`, for which GPTQ does
             better than for others.
 
     Returns:
-        A cost for each of `wanted` that the texts' predictions depend on.
+        A cost for each of `matrices` that the texts' predictions depend on.
     """
     layers = len(walk.layers)
     steps = len(texts) * (2 * layers + 3) + len(calibration or texts) * (layers + 1)
@@ -153,28 +157,28 @@ def divergence_costs(
         target_platform(DIFFERENTIABLE),
         task("weighing matrices", steps, unit="step", shown=progress or None) as bar,
     ):
-        return _Costs(walk, read, texts, wanted, calibration, bar).found()
+        return _Costs(walk, read, texts, matrices, calibration, bar).found()
 
 
 class _Costs:
-    """A pass forwards and one backwards, through one layer at a time."""
+    """A forward and a backward pass, a layer at a time."""
 
     def __init__(
         self,
         walk: LayerwiseForward,
         read: Read,
         texts: Sequence[Texts],
-        wanted: Mapping[str, bool],
+        matrices: Mapping[str, bool],
         calibration: Sequence[Texts],
         bar: Task,
     ) -> None:
-        self._walk, self._one, self._texts, self._wanted = walk, read, texts, wanted
+        self._walk, self._read_one, self._texts, self._matrices = walk, read, texts, matrices
         self._calibration = calibration
         self._bar, self._sums = bar, defaultdict[str, float](float)
         self._others = self._read(walk.others)
 
     def _read(self, names: Sequence[str]) -> dict[str, Array]:
-        return {name: self._one(name) for name in names}
+        return {name: self._read_one(name) for name in names}
 
     def found(self) -> dict[str, float]:
         """The costs by name."""
@@ -191,7 +195,7 @@ class _Costs:
             each = zip(vectors[-1], texts, strict=True)
             vectors.append([jax.block_until_ready(run(own, x, ids)) for x, ids in each])
             self._bar.update(len(texts))
-        heads = {name: others[name] for name in walk.others if self._wanted.get(name)}
+        heads = {name: others[name] for name in walk.others if self._matrices.get(name)}
         _, stats = self._recorded(heads, walk.finish, before)
         last = vectors[-1]
         slopes = self._head_gradients(last, self._whitenings(stats))
@@ -223,7 +227,7 @@ class _Costs:
     ) -> tuple[list[Vectors], dict[str, InputStats]]:
         """Results for each text that GPTQ is computed for, and the statistics of the inputs."""
         tapped = {
-            name: record_inputs(leaf, "products") if self._wanted.get(name) else leaf
+            name: record_inputs(leaf, "products") if self._matrices.get(name) else leaf
             for name, leaf in leaves.items()
         }
         results = []
@@ -253,8 +257,8 @@ class _Costs:
         return slopes
 
     def _chosen(self, leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those whose costs are wanted, and the others."""
-        chosen = {name: leaf for name, leaf in leaves.items() if name in self._wanted}
+        """Divide weights into those whose costs are computed, and the others."""
+        chosen = {name: leaf for name, leaf in leaves.items() if name in self._matrices}
         return chosen, {name: leaf for name, leaf in leaves.items() if name not in chosen}
 
     def _add(self, gradients: Leaves, white: Mapping[str, _Whiten]) -> None:

@@ -1,4 +1,4 @@
-"""GGUF blocks (Q4_0 ... Q6_K, IQ4, MXFP4), repacked losslessly without decoding.
+"""GGUF blocks (Q4_0 ... Q6_K, IQ4, MXFP4) repacked without loss, never decoded.
 
 A block of a supported type is codes and block numbers in another order. With s and m the integers
 of a part of a block, every type's value is one of `QuantFormat`'s equations, in the same operations
@@ -46,7 +46,7 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class _BlockLayout:
-    """Repacking of a type's blocks.
+    """Functions that repack the blocks of a type.
 
     Attributes:
         format: the resulting format.
@@ -93,12 +93,13 @@ def repacked_tensor(
     columns: int | None = None,
     halves: bool = False,
 ) -> QuantizedTensor | None:
-    """Reads matrices as they are stored, with a few MB of memory beyond the result.
+    """Read matrices in the stored format, with a few MB of memory beyond the result.
 
     Args:
-        tensors: a matrix [outputs, inputs] or a stack of them; or several tensors of one shape,
+        tensors: a matrix [outputs, inputs] or a stack of them; or several tensors of the same
+            shape,
             which are stacked along a new first axis.
-        rows: those of each matrix to take, in this order; None: all.
+        rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
         halves: see `repacked_format`.
 
@@ -133,7 +134,7 @@ def repack(
     target: QuantizedTensor,
     rows: slice | Int[np.ndarray, " outputs"] | None = None,
 ) -> None:
-    """Fills a matrix with stored blocks.
+    """Fill a matrix with stored blocks.
 
     Args:
         type_name: a supported type, such as "Q4_1".
@@ -161,7 +162,7 @@ def repack(
 def _repack(
     kind: _BlockLayout, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
 ) -> None:
-    """Fills `count` rows from row `begin`: the reference for the compiled code."""
+    """Fill `count` rows from row `begin`: the reference for the compiled code."""
     words = kind.words(blocks)
     scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
     steps = None
@@ -204,7 +205,7 @@ def _halves(at: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _nibble_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Reads codes 0-15 from low nibbles, 16-31 from high nibbles: unchanged words of a column."""
+    """Codes 0-15 in low nibbles, 16-31 in high nibbles: already the words of a column."""
     return lambda blocks: _field(blocks, at, 4)[:, :, None]
 
 
@@ -281,7 +282,7 @@ type _Field = tuple[int, np.uint32, Sequence[tuple[int, int]]]  # arguments of `
 
 
 def _k_words(bits: int, low: _Field, high: _Field | None = None) -> Callable[..., np.ndarray]:
-    """Combines codes' low bits from one field with the bits above them from another."""
+    """Codes whose low bits are in a field, and the bits above them in another."""
 
     def words(blocks: np.ndarray) -> np.ndarray:
         fours = _pieces(blocks, *low)

@@ -1,18 +1,18 @@
 """Grouped codes of quantized checkpoints (GPTQ, AWQ, MLX, ...) kept in their bits, as blocks.
 
-A group of 32, 64 or 128 inputs is a block, a wider one several with equal numbers. With fp16 block
-numbers
+A group of 32, 64 or 128 inputs is a block; a wider group is several blocks with equal numbers. With
+fp16 block numbers
 
-    scale * (q - zero)   symmetric where zero is half of the levels: without loss for fp16 scales
-    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with one
-                         more bit, of codes q - zero: without loss
+    scale * (q - zero)   symmetric if zero is half of the levels: without loss for fp16 scales
+    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with a
+                         bit more, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
                          with two-level scales (`two_level_scales`)
 
-Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). The loss is
-measured in steps, the distance between two levels; if it is too large, or groups have other sizes,
-weights are decoded instead.
+Reordered inputs are sorted by their groups, and the order is stored (`ReorderedTensor`). The loss
+is measured in steps, the distance between two levels. If it is too large, or groups have other
+sizes, weights are decoded instead.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ def _parted(scales: np.ndarray, block: int) -> np.ndarray:
 
 _BLOCKS = (128, 64, 32)
 _SMALL = 16  # of NVFP4
-_MOST_LOST = 0.125  # steps
-_MOST_VALUE = 127  # of a codebook
+_MAX_LOST = 0.125  # steps
+_MAX_VALUE = 127  # of a codebook
 _any_value = np.errstate(all="ignore")  # NaN and infinity are values like others
 
 
 @dataclass(frozen=True)
 class GroupedFormat:
-    """What grouped codes become.
+    """How grouped codes are stored.
 
     Attributes:
-        format: of the blocks.
-        lost: how far off a weight may be, in steps, because numbers are rounded to fp16.
-        reordered: whether inputs are sorted by their groups, and their order is kept.
+        format: format of the blocks.
+        lost: maximum error of a weight, in steps, because numbers are rounded to fp16.
+        reordered: whether inputs are sorted by their groups, and their order is stored.
     """
 
     format: QuantFormat
@@ -99,12 +99,12 @@ class GroupedFormat:
 
 
 def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
-    """What tensors of one parameter become; None if their numbers have to be decoded.
+    """Choose the format for the tensors of a parameter; None if they have to be decoded.
 
     Reads the scales.
 
     Args:
-        exact: only without loss, which may take a bit more for each weight.
+        exact: allow no loss, which may take a bit more for each weight.
 
     Raises:
         CheckpointError: the file is broken.
@@ -115,13 +115,13 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
         return None
     for format in choices.pop():
         lost = max(_lost(each, format) for each in codes)
-        if lost <= (0 if exact else _MOST_LOST):
+        if lost <= (0 if exact else _MAX_LOST):
             return GroupedFormat(format, lost, any(each.order is not None for each in codes))
     return None
 
 
 def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
-    """Blocks of a row where a checkpoint's matrix can be a `ScaledTensor`, else None."""
+    """Return the blocks of a row if a matrix can be a `ScaledTensor`, else None."""
     if values is None or values.blocks < 1:
         return None
     fits = values.blocks == 1 or block_of(inputs, values.blocks) == values.block
@@ -129,7 +129,7 @@ def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
 
 
 def described(format: QuantFormat) -> str:
-    """A format's name, for people: of a codebook, that it is one."""
+    """Return a format's name for messages, which mentions a codebook."""
     return f"{format.name} of a table" if format.codebook is not None else format.name
 
 
@@ -140,12 +140,12 @@ def grouped_tensor(
     rows: Int[np.ndarray, " outputs"] | None,
     columns: int | None,
 ) -> QuantizedTensor | ReorderedTensor:
-    """Reads matrices with their codes as stored.
+    """Read matrices with the stored codes.
 
     Args:
-        files: for which `grouped_format` gives `kept`.
-        stacked: they are stacked along a new first axis; else there is one.
-        rows: those of each matrix to take, in this order; None: all.
+        files: tensors for which `grouped_format` returns `kept`.
+        stacked: stack them along a new first axis; else there is a single tensor.
+        rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
 
     Returns:
@@ -236,14 +236,14 @@ def _sorted_inputs(codes: GroupedCodes) -> Int[np.ndarray, " inputs"]:
 
 
 def _is_regular(codes: GroupedCodes) -> bool:
-    """Whether all groups have as many inputs, but for the last one."""
+    """Whether all groups but the last have the same size."""
     if codes.order is None:
         return True
     return np.array_equal(np.sort(codes.order()), np.arange(codes.shape[-1]) // codes.group)
 
 
 def _is_wider(codes: GroupedCodes, format: QuantFormat) -> bool:
-    """Whether the format has zero points in its codes, with one more bit."""
+    """Whether the format includes zero points in its codes, which have a bit more."""
     return codes.zeros is not None and format.symmetric
 
 
@@ -253,9 +253,9 @@ class _Codebook:
 
     Attributes:
         integers: the values times the factor, rounded.
-        factor: of the values.
+        factor: factor of the values.
         step: the least distance of two values, times the factor.
-        lost: of it, by rounding.
+        lost: maximum rounding error, in steps.
     """
 
     integers: tuple[int, ...]
@@ -272,20 +272,20 @@ def _codebook(values: tuple[float, ...]) -> _Codebook | None:
     if not np.isfinite(exact).all() or len(distinct) < 2:
         return None
     largest, step = np.abs(exact).max(), np.diff(distinct).min()
-    # Small ones first: integers may be exact, as those of E2M1 are.
-    factors = [1.0, 2.0, *(np.arange(0.5 * _MOST_VALUE, _MOST_VALUE, 0.05) / largest)]
+    # Small factors first: the integers may be exact, as for E2M1.
+    factors = [1.0, 2.0, *(np.arange(0.5 * _MAX_VALUE, _MAX_VALUE, 0.05) / largest)]
     found = None
     for factor in factors:
         whole = np.rint(exact * factor)
         lost = float(np.abs(exact * factor - whole).max() / (step * factor))
-        if np.abs(whole).max() <= _MOST_VALUE and (found is None or lost < found.lost):
+        if np.abs(whole).max() <= _MAX_VALUE and (found is None or lost < found.lost):
             found = _Codebook(tuple(map(int, whole)), float(factor), float(step * factor), lost)
     return found
 
 
 @_any_value
 def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scales and bases before rounding, float32 [*stack, outputs, groups]."""
+    """Scale and bases before rounding, float32 [*stack, outputs, groups]."""
     scales = codes.scales()
     if format.codebook is not None and codes.values is not None:
         book = _codebook(codes.values)
@@ -311,15 +311,15 @@ def _numbers(
 
 
 def _unit(codes: GroupedCodes) -> np.ndarray:
-    """What scales before rounding are floats of few bits times."""
+    """Return the factor of the scales, which divided by it have few bits."""
     return np.ones((1, 1), np.float32) if codes.unit is None else codes.unit()
 
 
 @_any_value
 def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
-    """How far off a weight may be, in steps; infinite where it is not known.
+    """Return the maximum error of a weight, in steps; infinity if it is unknown.
 
-    With two-level scales, in the largest step of 256 weights.
+    With two-level scales a step is the largest of 256 weights.
     """
     scales, bases = _exact(codes, format)
     if format.two_level:
@@ -337,7 +337,7 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
     if bases is not None:
         lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
     steps = np.where(lost == 0, 0, lost / (np.abs(scales) * unit)) + own
-    wrong = ~(steps <= _MOST_LOST)
+    wrong = ~(steps <= _MAX_LOST)
     if wrong.any() and format.codebook is not None:
         # Groups of zeros may have any scale.
         lookup = np.array(codes.values, np.float32)
@@ -348,7 +348,7 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
 
 
 def _largest(format: QuantFormat) -> int:
-    """What a scale is multiplied by at most."""
+    """Return the largest factor of a scale."""
     if format.codebook is not None:
         return max(abs(value) for value in format.codebook)
     return format.zero if format.symmetric else format.levels - 1

@@ -1,7 +1,11 @@
-"""Layer-by-layer forward pass, for GPTQ: the weights of one layer are in memory at a time.
+"""Layer-by-layer forward pass, and the texts that it reads, for GPTQ and importance.
 
-It computes the hidden states between two layers, of all texts. Weights are passed by name: arrays,
-quantized tensors, or wrappers that record their inputs.
+Memory holds the weights of a layer at a time, and the hidden states of all texts between two
+layers. Weights are passed by name: arrays, quantized tensors, or wrappers that record their inputs.
+
+If the user passes no texts, a decoder generates them: two random tokens, then samples of its own
+distribution. These are closer to its later inputs than random tokens, which an encoder gets, or a
+decoder without a vocabulary head.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class LayerwiseForward:
     """
 
     def __init__(self, model: AbstractModel, stack: str) -> None:
-        """Of a model with this stack alone, all its parameters plain."""
+        """Take a model with this stack alone, whose parameters are all plain."""
         self._model, self._stack = model, stack
         empty = self._part({}).stacks[stack]
         prefixes = [f"{stack}.{i}." for i in range(len(empty.layers))]
@@ -129,9 +133,9 @@ class LayerwiseForward:
 
 
 _RANDOM = 2  # random tokens that each begins with
-_RANDOM_LENGTH = 64  # of random texts, in which there is little to attend to
-# All later tokens attend to the first one of a text, so its error counts more than its share: of so
-# many tokens, one is read once more as a first one.
+_RANDOM_LENGTH = 64  # tokens of random texts, in which there is little to attend to
+# All later tokens attend to the first token of a text, so its error has more weight: one token in
+# this many is read again as a first token.
 _FIRST = 64
 _BATCH = 1024  # tokens that are computed together
 _WRITES = parse_format("q8")  # the format of weights while texts are generated
@@ -158,7 +162,7 @@ def generated_texts(
     model = build_abstract_model(plan.spec, "float32")
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
-    # Activations in 8 bits, whatever the model will have: that is fastest.
+    # Activations in 8 bits are fastest, whichever the model will have.
     rounded: dict[str, Any] = {"format": _WRITES, "method": "rtn", "outliers": 0.0}
     fast = {
         name: replace(each, activations="int8", **({} if each.as_in_file else rounded))
@@ -183,15 +187,15 @@ def random_texts(vocab: int, context: int, tokens: int = TOKENS) -> list[Texts]:
 
 
 def with_firsts(ids: Texts) -> list[Texts]:
-    """Texts of one length in batches, and some of their tokens once more, as first ones."""
+    """Return texts of a length in batches, and some of their tokens again as first tokens."""
     batches = in_batches(ids)
-    if ids.shape[1] <= _FIRST:  # the first ones of short texts are enough
+    if ids.shape[1] <= _FIRST:  # the first tokens of short texts are enough
         return batches
     return [*batches, *in_batches(ids.reshape(-1)[::_FIRST, None])]
 
 
 def in_batches(ids: Texts) -> list[Texts]:
-    """Texts of one length, as many at a time as are computed together."""
+    """Divide texts of a length into batches."""
     rows = max(1, _BATCH // ids.shape[1])
     return [ids[begin : begin + rows] for begin in range(0, len(ids), rows)]
 
@@ -214,7 +218,7 @@ def _write(
     key = jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=1)
-    def one_more(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
+    def append_token(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
         step = ForwardBatch.flat(rows, jnp.full(count, place), none, tables, none)
         out, cache = model.module(leaves).decode(tokens, step, cache, "logits")
         if model.never:
@@ -225,7 +229,7 @@ def _write(
     texts = np.empty((count, length), np.int32)
     texts[:, : begins.shape[1]] = begins
     for place in range(length - 1):
-        chosen, cache = one_more(leaves, cache, texts[:, place], jnp.int32(place))
+        chosen, cache = append_token(leaves, cache, texts[:, place], jnp.int32(place))
         if place + 1 >= begins.shape[1]:
             texts[:, place + 1] = chosen
         progress(count)

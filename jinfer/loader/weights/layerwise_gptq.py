@@ -1,7 +1,7 @@
 """GPTQ layer by layer: each layer is quantized for the outputs of the quantized layers before it.
 
-So a layer makes up for their errors as far as its inputs show them (arXiv 2210.17323). Memory holds
-one layer in float32, the products of its inputs, and the hidden states of all tokens.
+So a layer compensates for their errors as far as its inputs show them (arXiv 2210.17323). Memory
+holds a layer in float32, the products of its inputs, and the hidden states of all tokens.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LayerwiseGPTQ:
     ) -> None:
         """
         Args:
-            plan: of a model with one stack, read from tensors.
-            texts: what the model reads.
-            weighed: a search counts the error of each weight by the squares of its inputs.
+            plan: plan of a model with a single stack, read from tensors.
+            texts: calibration texts.
+            weighed: weigh errors by the squares of their inputs in a search.
             progress: show a bar.
         """
         self._model = model = plan.plain
@@ -74,7 +74,7 @@ class LayerwiseGPTQ:
         self._known: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Each parameter, in NumPy's arrays; of tied ones the first."""
+        """Yield each parameter in NumPy's arrays; of tied parameters the first."""
         with task("quantizing", self._work(), unit="%", shown=self._progress or None) as bar:
             yield from self._found(bar)
 
@@ -103,7 +103,7 @@ class LayerwiseGPTQ:
         return [name for name, role in each if role == "head" and self._kind(name)]
 
     def _work(self) -> float:
-        """Estimated time of it all, in seconds of one core."""
+        """Estimate the total time, in seconds of a core."""
         firsts = dict.fromkeys(self.same.values())
         storing = sum(self._storing(name) for name in firsts)
         layers = [name for names in self._forward.layers for name in names]
@@ -119,7 +119,7 @@ class LayerwiseGPTQ:
         return weights * ids.size * PER_PRODUCT / PASSES
 
     def _kind(self, name: str) -> Kind | None:
-        """Which statistics of a parameter's inputs are needed."""
+        """Return the kind of statistics that a parameter's inputs need."""
         storage = self._storages.get(name)
         if storage is None or storage.as_in_file:
             return None
@@ -155,13 +155,13 @@ class LayerwiseGPTQ:
         """Parameters as they are to be stored, which are added to `_known`."""
         firsts = [name for name in names if self.same[name] == name]
         with ThreadPoolExecutor(_THREADS) as pool:
-            one = pool.map(lambda name: self._one(name, inputs.get(name)), firsts)
-            for name, tensor in zip(firsts, one, strict=True):
+            tensors = pool.map(lambda name: self._quantized(name, inputs.get(name)), firsts)
+            for name, tensor in zip(firsts, tensors, strict=True):
                 self._known[name] = self._usable(name, tensor)
                 bar.update(self._storing(name))
                 yield name, tensor
 
-    def _one(self, name: str, inputs: InputStats | None) -> Any:
+    def _quantized(self, name: str, inputs: InputStats | None) -> Any:
         origin, storage = self._origins[name], self._storages.get(name)
         if storage is not None and storage.method == "gptq" and inputs is None:
             storage = replace(storage, method="mse")  # nothing was multiplied with it

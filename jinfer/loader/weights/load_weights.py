@@ -1,4 +1,4 @@
-"""Loading: from the plan of a model's weights to parameters on its devices."""
+"""Weight loading: the plan of a model's weights becomes parameters on its devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinfer.loader.weights.grouped_blocks import described
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.qk_equalization import equalized
 from jinfer.loader.weights.quantized_cache import cached
-from jinfer.loader.weights.read_parameter import Wanted, nonfinite_tensor
+from jinfer.loader.weights.read_parameter import Selection, nonfinite_tensor
 from jinfer.loader.weights.read_weights import Put, on_device, read
 from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.progress import line
@@ -25,19 +25,19 @@ from jinfer.quant.scaled_tensor import ScaledTensor
 def load(
     plan: WeightPlan,
     put: Put = on_device,
-    wanted: Wanted | None = None,
+    selected: Selection | None = None,
     *,
     progress: bool = False,
 ) -> tuple[Any, ...]:
-    """Loads the parameters of a model, in the order of its names.
+    """Load the parameters of a model, in the order of its names.
 
     Args:
         put: places a parameter on its devices.
-        wanted: the parameters that are loaded, as of `read`; None: all.
-        progress: show a bar even where standard error is no terminal.
+        selected: the parameters to load, see `read`; None: all.
+        progress: show a bar even if standard error is no terminal.
 
     Returns:
-        What `put` gave for each parameter: on one device an array, or a `QuantizedTensor` of them.
+        The results of `put`: on a single device an array, or a `QuantizedTensor` of arrays.
 
     Raises:
         LoadError: a tensor does not fit.
@@ -45,23 +45,23 @@ def load(
     """
     report_rounding(plan)
     plan = cached(plan, progress=progress)
-    plan = equalized(plan, wanted, progress=progress)
+    plan = equalized(plan, selected, progress=progress)
     nonfinite = set[str]()
-    parameters = read(plan, put, wanted, nonfinite=nonfinite, progress=progress)
+    parameters = read(plan, put, selected, nonfinite=nonfinite, progress=progress)
     report_nonfinite(plan, nonfinite)
     return parameters
 
 
 def _largest(file: Tensor) -> float:
-    """The largest magnitude in a tensor of floats of 8 bits, which is not NaN."""
+    """Return the largest magnitude in a tensor of 8-bit floats, except NaN."""
     found = np.unique(file.raw()).view(DTYPES[file.type]).astype(np.float32)
     return float(np.nanmax(np.abs(found), initial=0.0))
 
 
 def report_rounding(plan: WeightPlan) -> None:
-    """Says on standard error which weights of a quantized checkpoint are rounded, or decoded.
+    """Report on standard error which weights of a quantized checkpoint are rounded or decoded.
 
-    Also which are cast from FP8 without scales: that may be meant, or scales may be lost.
+    Also report FP8 tensors without scales: either intended, or the scales are missing.
     """
     losses = defaultdict[tuple[str, str], list[float]](list)
     for name, storage in plan.storages.items():
@@ -81,7 +81,7 @@ def report_rounding(plan: WeightPlan) -> None:
         first = next(iter(bare.values()))
         line(
             f"jinfer: {plan.checkpoint.path}: {len(bare)} tensors in {first.type} have no scales, "
-            f"and are taken as they are: {first.name} first, up to {_largest(first):g}; if they "
+            f"and are loaded without: {first.name} first, up to {_largest(first):g}; if they "
             "need scales, answers are wrong: see whether a file is missing"
         )
     for what, count in decoded.items():
@@ -95,10 +95,10 @@ def report_rounding(plan: WeightPlan) -> None:
 
 
 def report_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
-    """Says on standard error which tensors have numbers that are not finite.
+    """Report on standard error which tensors have NaN or infinite numbers.
 
-    It is no error: a row of a table may be of a token that never comes, and an attention sink or
-    the bias of an expert may be -inf. Where such numbers reach logits, requests fail.
+    It is no error: a row of a table may belong to a token that is never used, and an attention sink
+    or the bias of an expert may be -inf. If such numbers reach logits, requests fail.
 
     Args:
         found: names of parameters.

@@ -27,17 +27,17 @@ WIDTHS_NOTE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of a model's parameters, what layers share once, and bytes of its cache.
+    """Numbers of a model's parameters, shared parameters once, and bytes of its cache.
 
     Attributes:
-        embeddings: in tables that are looked up by token.
-        matrices: in those that are only multiplied with.
-        heads: in an untied vocabulary head.
-        plain: in all that is never quantized: norms, biases, tables of positions.
+        embeddings: numbers in tables that are looked up by token.
+        matrices: numbers in other matrices.
+        heads: numbers in an untied vocabulary head.
+        plain: numbers that are never quantized: norms, biases, tables of positions.
         cache_per_token: bytes of keys and values of a token, at 16 bits.
-        cross_per_token: the same of a token that an encoder has read.
-        shapes: of the matrices and tables: what for, [outputs, inputs], and how many there are; of
-            none where only the counts are known.
+        cross_per_token: the same for a token of an encoder.
+        shapes: role, [outputs, inputs] and number of matrices and tables; empty if only the
+            totals are known.
     """
 
     embeddings: int = 0
@@ -53,16 +53,16 @@ class Sizes:
         return self.embeddings + self.matrices + self.heads + self.plain
 
     def embedding_bytes(self, bits: float) -> int:
-        """What the tables take at a width."""
+        """Return the bytes of tables at a width."""
         return self._bytes("table", self.embeddings, bits)
 
     def other_bytes(self, bits: float) -> int:
-        """What all the rest takes."""
+        """Return the bytes of other parameters at a width."""
         counts: dict[Role, int] = {"matrix": self.matrices, "head": self.heads, "plain": self.plain}
         return sum(self._bytes(role, count, bits) for role, count in counts.items())
 
     def total_bytes(self, bits: float) -> int:
-        """What the whole model takes, without a cache."""
+        """Return the bytes of the model without a cache."""
         return self.embedding_bytes(bits) + self.other_bytes(bits)
 
     def matrix_bits(self, bits: float) -> float:
@@ -126,7 +126,7 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
 
 
 def _source(tensors: TensorMap, name: str, shape: tuple[int, ...]) -> Hashable:
-    """Equal for parameters that are read from the same place, and so are one array in memory."""
+    """Return a key that is equal for parameters with the same source, which are a single array."""
     place = tensors.source_of(name)
     if place is None:
         return name

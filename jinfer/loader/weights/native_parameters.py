@@ -30,23 +30,23 @@ from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
 _FREE = ("activations", "kv_cache")
 _BLOCKS = (16, 32, 64, 128)
 Packed = QuantizedTensor | OutlierTensor | ReorderedTensor
-_BATCH_BYTES = 256 << 20  # of Orbax's arrays, restored at a time
+_BATCH_BYTES = 256 << 20  # bytes of Orbax's arrays that are restored at a time
 
 
 def weight_settings(spec: QuantizationSpec) -> dict[str, Any]:
-    """What stored numbers depend on, as JSON has it."""
+    """Return the settings that stored numbers depend on, for JSON."""
     settings = {key: value for key, value in asdict(spec).items() if key not in _FREE}
     return {**settings, "rules": [dict(rule) for rule in settings["rules"]]}
 
 
 @dataclass(frozen=True)
 class NativeOrigin:
-    """The arrays of a native checkpoint that one parameter is.
+    """The arrays of a native checkpoint for a parameter.
 
     Attributes:
-        first: the name that they have: the parameter's, or another's that is the same array.
-        stored: the parameter as the checkpoint has it, of abstract arrays.
-        loaded: the parameter as this machine's kernels want it, of abstract arrays.
+        first: their name: the parameter's, or that of another parameter with the same array.
+        stored: abstract arrays of the parameter in the checkpoint.
+        loaded: abstract arrays of the parameter for this machine's kernels.
         parts: the checkpoint's arrays by name.
     """
 
@@ -54,10 +54,10 @@ class NativeOrigin:
     stored: Any
     loaded: Any
     parts: Mapping[str, Tensor]
-    nbytes = 0  # that take time to read: files are mapped, and read when they are used
+    nbytes = 0  # none takes time to read: files are mapped, and read on use
 
     def source(self, shapes: Shapes) -> str:
-        """As `Origin.source`."""
+        """Return a key that is equal for parameters with the same array; see `Origin.source`."""
         return self.first
 
     def read(self) -> Any:
@@ -82,17 +82,17 @@ def native_origins(
     checkpoint: NativeCheckpoint,
     activations: Activations,
 ) -> tuple[AbstractModel, dict[str, NativeOrigin]]:
-    """The model in the checkpoint's types, and where each of its parameters comes from.
+    """Return the model in the checkpoint's types, and the origin of each parameter.
 
     Args:
-        model: all its parameters plain.
-        spec: asks for weights that the checkpoint has.
-        activations: of quantized parameters.
+        model: a model whose parameters are all plain.
+        spec: a specification with the same weights as the checkpoint.
+        activations: how products with quantized parameters round activations.
 
     Raises:
         SpecError: the checkpoint has other weights.
         CheckpointError: the checkpoint is damaged.
-        LoadError: it is another model's.
+        LoadError: the checkpoint belongs to another model.
     """
     _check_settings(spec, checkpoint)
     model = in_stored_types(model, _plain_types(model, checkpoint), activations)
@@ -123,13 +123,13 @@ def native_origins(
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
-            f"use the spec.toml beside the weights, or {AGAIN}"
+            f"use the spec.toml in the folder of the weights, or {AGAIN}"
         )
     return model, origins
 
 
 def _check_settings(spec: ModelSpec, checkpoint: NativeCheckpoint) -> None:
-    """Raises `SpecError` if weights are asked for that the checkpoint does not have."""
+    """Raise `SpecError` if the specification has other weights than the checkpoint."""
     usual = weight_settings(QuantizationSpec())
     for key, value in weight_settings(spec.quantization).items():
         made = checkpoint.settings.get(key, usual[key])
@@ -152,9 +152,10 @@ def _plain_types(model: AbstractModel, checkpoint: NativeCheckpoint) -> dict[str
 def batches(
     checkpoint: Checkpoint, origins: Mapping[str, Source]
 ) -> Iterator[Mapping[str, Source]]:
-    """The origins in the batches that they are read in: all at once, but for Orbax's.
+    """Divide origins into the batches that are read together.
 
-    Orbax restores many arrays in the time of one; here a batch at a time, to the host's memory.
+    All are a single batch, except Orbax's: it restores many arrays in the time of one, here to the
+    host's memory.
     """
     if not isinstance(checkpoint, OrbaxCheckpoint):
         yield origins
@@ -193,17 +194,17 @@ def _part(checkpoint: NativeCheckpoint, part: str) -> Tensor:
 
 
 def _check_shape(
-    checkpoint: NativeCheckpoint, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]
+    checkpoint: NativeCheckpoint, name: str, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    if shape != wanted:
+    if shape != expected:
         raise LoadError(
             f"{checkpoint.path}: {name} is {list(shape)}, but the specification says "
-            f"{list(wanted)}; use the spec.toml beside the weights, or {AGAIN}"
+            f"{list(expected)}; use the spec.toml in its folder, or {AGAIN}"
         )
 
 
 def packing(tensor: Packed) -> PackedFormat:
-    """What a native checkpoint says of a quantized parameter."""
+    """Return the entry of a quantized parameter in a native checkpoint."""
     if isinstance(tensor, QuantizedTensor):
         return PackedFormat(tensor.shape, tensor.columns, asdict(tensor.format))
     if isinstance(tensor, ReorderedTensor):

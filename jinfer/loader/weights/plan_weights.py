@@ -1,4 +1,4 @@
-"""The plan of a model's weights: where each parameter comes from, and how it is stored."""
+"""Plan of the weights: the origin of each parameter, and the format in which it is stored."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jinfer.loader.weights.native_parameters import NativeOrigin, Source, native
 from jinfer.loader.weights.power_scaling import PowerScale
 from jinfer.loader.weights.storage_plan import PER_PRODUCT, PER_WEIGHT, Storage, plan_storages
 from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
 from jinfer.ops.cpu_library import cores
 from jinfer.quant.quantized_tensor import Activations
 
-# Of calibration texts.
-TOKENS = 1 << 13  # that the model reads
-LENGTH = 256  # of a generated text
+# Numbers of calibration texts.
+TOKENS = 1 << 13  # tokens that the model reads
+LENGTH = 256  # tokens of a generated text
 AT_ONCE = 32  # texts that are generated together
 
-MOST_SECONDS = 300.0  # that nobody has asked for
-_MOST_LEVELS = 64  # above, a search loses next to nothing
+MAX_SECONDS = 300.0  # limit of "auto"
+_MAX_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which GPTQ is worth compiling its programs
-_CORES = 16  # that help
+_CORES = 16  # more do not help
 
 
 def with_gptq(
@@ -42,11 +42,11 @@ def with_gptq(
     origins: Mapping[str, Origin],
     storages: Mapping[str, Storage],
 ) -> dict[str, Storage]:
-    """The storages with GPTQ wherever the specification wants it.
+    """Choose GPTQ for the parameters that the specification allows.
 
-    What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
-    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
-    one process's.
+    GPTQ does not apply to tables that are looked up, nor to a matrix that layers share. "auto"
+    chooses it below 8 bits, for models that generate text, are not tiny, and run in a single
+    process.
     """
     method = spec.quantization.method
     if method not in ("auto", "gptq"):
@@ -59,7 +59,7 @@ def with_gptq(
     def gets_gptq(name: str, storage: Storage) -> bool:
         if storage.as_in_file or roles[name] == "table" or uses[same[name]] > 1:
             return False
-        if method == "auto" and storage.format.levels > _MOST_LEVELS:
+        if method == "auto" and storage.format.levels > _MAX_LEVELS:
             return False
         return roles[name] == "head" or name.startswith(stacks)
 
@@ -78,14 +78,14 @@ def with_gptq(
 
 
 def _is_entangled(model: AbstractModel) -> bool:
-    """Whether its layers cannot be computed one by one, from hidden states alone."""
+    """Whether its layers depend on more than the hidden states of the layer before."""
     states = any(shape.group == STATE for shape in model.caches.values())
     stacks = model.modules.spec.stacks
     return states or any(stack.carried or shared_keys(stack.layers) for stack in stacks)
 
 
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
-    """The storages without GPTQ."""
+    """Replace GPTQ by a search."""
     return {
         name: replace(each, method="mse") if each.method == "gptq" else each
         for name, each in storages.items()
@@ -93,17 +93,17 @@ def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
 
 
 def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
-    """The parameters that are quantized with GPTQ."""
+    """Return the parameters that GPTQ quantizes."""
     return [name for name, each in storages.items() if each.method == "gptq"]
 
 
 def obstacle(
     model: AbstractModel, spec: ModelSpec, storages: Mapping[str, Storage], tokens: int, free: int
 ) -> str | None:
-    """Return the reason not to compute GPTQ; None if there is none.
+    """Return the reason why GPTQ cannot or should not be used; None if it can.
 
     Args:
-        tokens: that the model is to read.
+        tokens: calibration tokens.
         free: bytes of memory.
     """
     if len(spec.stacks) != 1:
@@ -118,24 +118,24 @@ def obstacle(
         has = f"{free / 2**30:.1f} are free"
         return f"GPTQ needs {needed / 2**30:.1f} GiB of memory, {has}"
     seconds = _seconds(model, names, tokens)
-    if spec.quantization.method == "auto" and seconds > MOST_SECONDS:
+    if spec.quantization.method == "auto" and seconds > MAX_SECONDS:
         which = 'quantization.method = "gptq" requests it, "mse" avoids it'
         return f"GPTQ would take some {seconds / 60:.0f} minutes, once ({which})"
     return None
 
 
 def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
-    """About how long it takes here."""
+    """Estimate the seconds that GPTQ takes on this machine."""
     shapes = parameter_shapes(model)
     fed = sum(prod(shapes[name]) for name in names)
     return fed * (PER_WEIGHT["gptq"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
-    """Bytes, about: while the model writes, and while its layers are quantized.
+    """Estimate the bytes of memory for generating texts, and for quantizing layers.
 
-    The latter are the largest layer three times, its inputs' products, a factor of the largest of
-    them for each of four threads, and the vectors between two layers.
+    The latter is three times the largest layer, the products of its inputs, a factor of the largest
+    of these for each of four threads, and the vectors between two layers.
     """
     shapes = parameter_shapes(model)
     weights = sum(map(prod, shapes.values()))
@@ -158,7 +158,7 @@ def same_arrays(
     origins: Mapping[str, Source],
     storages: Mapping[str, Storage],
 ) -> dict[str, str]:
-    """Name of each parameter -> that of the first one which is the same array."""
+    """Map the name of each parameter to the first parameter that is the same array."""
     shapes = parameter_shapes(model)
     dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
     sources = {
@@ -171,18 +171,19 @@ def same_arrays(
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All that `load` needs to know of a model's weights; nothing of them has been read yet.
+    """The origins and formats of a model's weights, none of which has been read yet.
 
     Attributes:
-        plain: the model with its parameters as they are if none is quantized.
-        spec, checkpoint: what the model is built by, and what it is loaded from.
-        origins: name of each parameter -> where it comes from.
-        storages: name of each parameter to be quantized -> its format and method; of a native
-            checkpoint none, as its parameters are stored as they are to be.
-        activations: of products with quantized weights on a CPU.
-        kv_cache: the type of the KV cache, where queries and keys may be equalized for it.
-        free_memory: gives the bytes that are free for GPTQ; None: there is no bound.
-        scales: name of each parameter to be scaled when it is loaded -> by what.
+        plain: the model with plain parameters.
+        spec: its specification.
+        checkpoint: its tensors.
+        origins: name of each parameter -> its tensors.
+        storages: name of each parameter to be quantized -> its format and method; empty for a
+            native checkpoint, which stores the final format.
+        activations: how products with quantized weights round activations on a CPU.
+        kv_cache: the type of the KV cache, for which queries and keys may be equalized.
+        free_memory: returns the bytes that GPTQ may use; None: no limit.
+        scales: name of each parameter to be scaled on loading -> its scale.
     """
 
     plain: AbstractModel
@@ -197,7 +198,7 @@ class WeightPlan:
 
     @cached_property
     def model(self) -> AbstractModel:
-        """The model with its parameters as they will be loaded."""
+        """The model with its parameters in their final formats."""
 
         def loaded(name: str, parameter: Any) -> Any:
             origin, storage = self.origins[name], self.storages.get(name)
@@ -210,7 +211,7 @@ class WeightPlan:
 
     @cached_property
     def same(self) -> dict[str, str]:
-        """Name of each parameter -> that of the first one which is the same array."""
+        """Map the name of each parameter to the first parameter that is the same array."""
         return same_arrays(self.plain, self.origins, self.storages)
 
 
@@ -223,10 +224,10 @@ def plan_weights(
     kv_cache: Kind | None = None,
     free_memory: Callable[[], int] | None = None,
 ) -> WeightPlan:
-    """Plans a model's weights.
+    """Plan a model's weights.
 
     Args:
-        model: as `build` gives it, all its parameters plain.
+        model: a model whose parameters are all plain.
         spec, checkpoint, activations, kv_cache, free_memory: as in `WeightPlan`.
 
     Raises:
@@ -246,6 +247,6 @@ def plan_weights(
 
 
 def native_plan(plan: WeightPlan, checkpoint: NativeCheckpoint) -> WeightPlan:
-    """The same weights, read from a native checkpoint. Raises as `plan_weights`."""
+    """Plan the same weights for a native checkpoint. Raises as `plan_weights`."""
     plain, origins = native_origins(plan.plain, plan.spec, checkpoint, plan.activations)
     return replace(plan, plain=plain, checkpoint=checkpoint, origins=origins, storages={})

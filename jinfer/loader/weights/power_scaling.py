@@ -21,11 +21,11 @@ _SAMPLE = 256  # inputs of a row that its magnitude is measured by, about
 
 @dataclass(frozen=True)
 class Magnitude:
-    """How large the rows of a parameter are.
+    """The magnitude of the rows of a parameter.
 
     Attributes:
-        squares: of each row the sum of the squares of its numbers.
-        largest: of what float16 holds of it, in magnitude; 0: nothing is.
+        squares: sum of the squares of each row.
+        largest: largest magnitude of its float16 numbers; 0 if it has none.
     """
 
     squares: Float[np.ndarray, " rows"]
@@ -53,11 +53,11 @@ class PowerScale:
 
 
 def magnitude(values: Any, offset: float = 0.0) -> Magnitude:
-    """Of a matrix [rows, inputs], by some of its inputs, or of a vector [rows].
+    """Measure a matrix [rows, inputs] by some of its inputs, or a vector [rows].
 
     Args:
-        values: in NumPy's arrays.
-        offset: is added to each number first.
+        values: NumPy arrays.
+        offset: added to each number first.
     """
     largest = max((_largest(part) for part in _factors(values)), default=0.0)
     matrix: Any
@@ -130,7 +130,7 @@ def _largest(part: np.ndarray) -> float:
 
 
 def _sampled(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Some of a matrix's superblocks, at even distances; not the last one, which has padding."""
+    """Take some superblocks of a matrix at even distances, except the last, which has padding."""
     superblocks, numbers = tensor.words.shape[1], tensor.scales.shape[1]
     share = superblocks // numbers
     if numbers < 2:

@@ -1,12 +1,12 @@
 """Equalization of queries and keys: channels of like magnitudes, for a KV cache of few bits.
 
-A block of a quantized cache has one scale: a channel of the keys that is much larger than others
-leaves them few levels. Scores stay what they are where a channel of the keys is divided by what the
-same channel of the queries is multiplied by; half of the difference in magnitude goes to each side,
-as SmoothQuant does with activations and weights (arXiv 2211.10438). The factors are powers of two,
-found from the weights when they are loaded and put into them: nothing is rounded, and nothing is
-computed later. Channels that are rotated together share a factor. What is left of a large channel
-the transform of `jinfer.ops.attention.hadamard` spreads over its head.
+A block of a quantized cache has a single scale: a channel of the keys that is much larger than
+others leaves them few levels. Scores do not change if a channel of the keys is divided by the
+factor of the same channel of the queries; half of the difference in magnitude goes to each side, as
+SmoothQuant does with activations and weights (arXiv 2211.10438). The factors are powers of two,
+computed from the weights on loading and multiplied into them, so nothing is rounded, and nothing is
+computed later. Channels that are rotated together share a factor. `jinfer.ops.attention.hadamard`
+spreads the rest of a large channel over its head.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ import numpy as np
 
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.power_scaling import Magnitude, PowerScale, magnitude
-from jinfer.loader.weights.read_parameter import Wanted
+from jinfer.loader.weights.read_parameter import Selection
 from jinfer.loader.weights.read_weights import read
-from jinfer.modelspec.blocks import (
-    AttentionSpec,
-    CrossAttentionSpec,
-    ExpertAttentionSpec,
-    RopeSpec,
-)
+from jinfer.modelspec.attention_blocks import AttentionSpec, CrossAttentionSpec, ExpertAttentionSpec
 from jinfer.modelspec.layer_spec import shared_keys
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 
@@ -45,15 +41,15 @@ _LIMIT = float(np.finfo(np.float16).max) / 2
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention of which channels can be moved from the keys to the queries.
+    """The heads of an attention whose keys and queries can be equalized.
 
     Attributes:
-        queries, keys: how many heads.
-        size: of a head.
-        rope: how its channels are rotated.
-        normed: a norm gives queries and keys their magnitude...
-        shared: ...with one weight for all heads...
-        by_head: ...or one of [heads, size]...
+        queries, keys: number of heads.
+        size: channels of a head.
+        rope: how channels are rotated.
+        normed: queries and keys have a norm, whose weight is scaled...
+        shared: ...and has the same numbers for all heads...
+        by_head: ...or the shape [heads, size]...
         offset: ...to which this is added.
     """
 
@@ -73,24 +69,24 @@ class Heads:
 
 
 def equalized(
-    plan: WeightPlan, wanted: Wanted | None = None, *, progress: bool = False
+    plan: WeightPlan, selected: Selection | None = None, *, progress: bool = False
 ) -> WeightPlan:
-    """The plan with scales of queries and keys, if the KV cache is quantized.
+    """Add scales of queries and keys to a plan if the KV cache is quantized.
 
-    A warning names the attentions whose keys are stored worse than keys usually are.
+    A warning names the attentions whose keys are stored with larger errors than usual.
 
     Args:
-        wanted: the parameters that are to be loaded; None: all.
-        progress: for a bar, where weights are quantized before they can be looked at.
+        selected: the parameters to load; None: all.
+        progress: show a bar if weights have to be quantized first.
     """
     if not isinstance(plan.kv_cache, QuantFormat):
         return plan
-    wanted = dict.fromkeys(plan.plain.names) if wanted is None else wanted
-    found = {n: h for n, h in attentions(plan.plain) if h.names(n, "k")[0] in wanted}
-    keys = _magnitudes(plan, found, "k", progress, wanted)
+    selected = dict.fromkeys(plan.plain.names) if selected is None else selected
+    found = {n: h for n, h in attentions(plan.plain) if h.names(n, "k")[0] in selected}
+    keys = _magnitudes(plan, found, "k", progress, selected)
     large = {name: found[name] for name, own in keys.items() if _is_large(found[name], own)}
     scales, beyond = dict[str, PowerScale](), list[str]()
-    for name, queries in _magnitudes(plan, large, "q", progress, wanted).items():
+    for name, queries in _magnitudes(plan, large, "q", progress, selected).items():
         heads = found[name]
         exponents, error = exponents_of(heads, queries, keys[name])
         beyond += [name] if error > _HELD else []
@@ -147,13 +143,13 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
 def exponents_of(
     heads: Heads, queries: Sequence[Magnitude], keys: Sequence[Magnitude]
 ) -> tuple[Int[np.ndarray, "kv_heads size"], float]:
-    """By which powers of two queries are multiplied and keys divided, and the error that is left.
+    """Return the powers of two that multiply queries and divide keys, and the remaining error.
 
     Args:
-        queries, keys: the parameters that they come from, as for inputs of unit variance.
+        queries, keys: magnitudes of their parameters, for inputs of unit variance.
 
     Returns:
-        The error is that over the one of heads of which all channels are as the median.
+        The exponents, and the error relative to heads whose channels all equal the median.
     """
     k = _squares(heads, keys, heads.keys)
     q = _squares(heads, queries, heads.queries).reshape(heads.keys, -1, heads.size).mean(axis=1)
@@ -161,30 +157,30 @@ def exponents_of(
     octaves = (np.log2(np.maximum(k, tiny)) - np.log2(np.maximum(q, tiny))) / 4
     octaves = octaves - np.median(octaves, axis=1, keepdims=True)
     exponents = np.where(np.abs(octaves) < _LEAST, 0, np.rint(octaves)).astype(np.int64)
-    most, least = (min(map(_doublings, each)) for each in (queries, keys))
+    above, below = (min(map(_doublings, side)) for side in (queries, keys))
     products = np.sqrt(q * k)
     errors = products.mean(axis=1) / np.maximum(np.median(products, axis=1), tiny)
-    return np.clip(exponents, -least, most), float(errors.mean())
+    return np.clip(exponents, -below, above), float(errors.mean())
 
 
 def _is_large(heads: Heads, keys: Sequence[Magnitude]) -> bool:
-    """Whether a channel of the keys stands out of its head."""
+    """Whether a channel of the keys is much larger than the others of its head."""
     k = _squares(heads, keys, heads.keys)
     return bool((k > _LARGE**2 * np.median(k, axis=1, keepdims=True)).any())
 
 
 def _magnitudes(
-    plan: WeightPlan, some: Mapping[str, Heads], letter: str, progress: bool, wanted: Wanted
+    plan: WeightPlan, some: Mapping[str, Heads], letter: str, progress: bool, selected: Selection
 ) -> dict[str, list[Magnitude]]:
-    """Of the parameters that queries or keys come from, by attention; none for shared ones."""
+    """Measure the parameters of queries or keys, by attention; not those that layers share."""
     owners = {
-        one: (name, heads) for name, heads in some.items() for one in heads.names(name, letter)
+        full: (name, heads) for name, heads in some.items() for full in heads.names(name, letter)
     }
     known, shared = dict[str, list[Magnitude]](), set[str]()
 
     def look(named: Sequence[str], values: Any) -> None:
-        name, heads = owners[next(one for one in named if one in owners)]
-        if len(named) > 1:  # what layers share stays as it is
+        name, heads = owners[next(full for full in named if full in owners)]
+        if len(named) > 1:  # parameters that layers share do not change
             shared.add(name)
         else:
             if heads.normed:
@@ -192,7 +188,7 @@ def _magnitudes(
             offset = heads.offset if named[0].endswith(".weight") else 0.0
             known.setdefault(name, []).append(magnitude(values, offset))
 
-    of_these = dict.fromkeys(n for n in plan.plain.names if n in owners and n in wanted)
+    of_these = dict.fromkeys(n for n in plan.plain.names if n in owners and n in selected)
     if of_these:
         read(plan, look, of_these, progress=progress)
     return {name: each for name, each in known.items() if name not in shared}
@@ -212,6 +208,6 @@ def _squares(heads: Heads, parts: Sequence[Magnitude], count: int) -> np.ndarray
     return found
 
 
-def _doublings(one: Magnitude) -> int:
-    """How often what is stored may be doubled."""
-    return max(0, int(np.log2(_LIMIT / one.largest))) if one.largest else 64
+def _doublings(part: Magnitude) -> int:
+    """Return how often the numbers can be doubled in their type."""
+    return max(0, int(np.log2(_LIMIT / part.largest))) if part.largest else 64

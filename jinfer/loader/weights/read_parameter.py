@@ -1,4 +1,9 @@
-"""Reading a parameter: from its tensors to the arrays that it is stored as."""
+"""Reading a parameter: its tensors become the arrays in which it is stored.
+
+Matrices are quantized a few rows at a time. Numbers that are NaN or infinite are found in the same
+pass: as integers, they are above the bits of infinity, with a sign bit for numbers above 0, and
+without for numbers below. Two maxima find them, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +38,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-# Names of the parameters to be read -> the rows of them; None: all rows.
-type Wanted = Mapping[str, range | None]
+# Names of the parameters to read -> their rows; None: all rows.
+type Selection = Mapping[str, range | None]
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class RowSlice:
     """Some rows of a parameter.
 
     Attributes:
-        values: of these rows.
-        begin: number of the first one.
+        values: their values.
+        begin: number of the first row.
     """
 
     values: Any
@@ -53,10 +58,10 @@ class RowSlice:
 def row_slice(
     origin: Origin, shapes: Shapes, storage: Storage | None, rows: range | None
 ) -> tuple[Origin, Shapes] | None:
-    """Where rows of a parameter come from, and the shapes with these rows alone.
+    """Return the origin of some rows of a parameter, and the shapes with only these rows.
 
-    None where it has to be read as a whole: it is transposed or fused, or its rounding depends on
-    all rows.
+    None if it has to be read as a whole: it is transposed or fused, or its rounding depends on all
+    rows.
     """
     whole = shapes[origin.parameter]
     if rows is None or len(whole) != 2 + origin.stacked or not origin.is_rows(shapes):
@@ -73,7 +78,7 @@ def row_slice(
 
 
 def _slice(file: Tensor, rows: range) -> Tensor | None:
-    """A matrix with some of its rows alone."""
+    """Return a tensor of some rows of a matrix."""
     plain = file.type in DTYPES or file.type in PLAIN
     if len(file.shape) != 2 or file.nbytes % file.shape[0] or not (plain or file.type in BLOCKS):
         return None
@@ -144,13 +149,13 @@ def read_scaled(origin: Origin, shapes: Shapes) -> ScaledTensor:
 
 
 def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any) -> np.ndarray:
-    """A parameter's values, not quantized; as `Origin.read`."""
+    """Read a parameter's values without quantizing them; see `Origin.read`."""
     values = origin.read(shapes, dtype)
     return _unit_rows(values) if origin.parameter in model.normalized else values
 
 
 def values_to_quantize(model: AbstractModel, origin: Origin, shapes: Shapes) -> np.ndarray:
-    """A parameter's values in float32. Raises `LoadError` if they are not finite."""
+    """Read a parameter's values in float32. Raises `LoadError` if they are not finite."""
     values = read_values(model, origin, shapes, np.dtype(np.float32))
     refuse_nonfinite(origin, values)
     return values
@@ -164,11 +169,11 @@ def quantized(
     inputs: InputStats | None = None,
     watch: Watch | None = None,
 ) -> QuantizedTensor | OutlierTensor:
-    """A parameter quantized here; in chunks, if possible.
+    """Quantize a parameter; in chunks, if possible.
 
     Args:
         inputs: as for `Storage.quantize`.
-        watch: is shown every piece, or the whole.
+        watch: called with every chunk, or with the whole.
 
     Raises:
         LoadError: its values are not finite.
@@ -189,7 +194,7 @@ def quantized(
 
 
 def _unit_rows(values: np.ndarray) -> np.ndarray:
-    """The rows of a matrix, each divided by its length."""
+    """Divide each row of a matrix by its length."""
     rows = values.astype(np.float32)
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
@@ -198,24 +203,24 @@ _CHECKED_BYTES = 1 << 20  # bytes, which stay in the cache for the second maximu
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """How many numbers of an array are NaN or infinite; 0 for integers."""
+    """Count the numbers of an array that are NaN or infinite; 0 for integers."""
     return sum(int(np.count_nonzero(~np.isfinite(piece))) for piece in _with_nonfinite(values))
 
 
 def _with_nonfinite(values: np.ndarray) -> Iterator[np.ndarray]:
-    """The pieces of an array that have NaN or infinity in them."""
+    """Yield the pieces of an array that contain NaN or infinity."""
     kind = values.dtype
     if not _is_float(kind):
         return
     size = kind.itemsize
     signed, unsigned = np.dtype(f"i{size}"), np.dtype(f"u{size}")
     limits = ml_dtypes.finfo(kind)
-    most = int(np.array(limits.max, kind).view(unsigned))  # the next one is infinity, or NaN
-    least = int(np.array(limits.min, kind).view(unsigned))
+    above = int(np.array(limits.max, kind).view(unsigned))  # the next code is infinity, or NaN
+    below = int(np.array(limits.min, kind).view(unsigned))
     flat = np.ascontiguousarray(values).reshape(-1)
     for begin in range(0, flat.size, _CHECKED_BYTES // size):
         piece = flat[begin : begin + _CHECKED_BYTES // size]
-        if piece.view(signed).max() > most or piece.view(unsigned).max() > least:
+        if piece.view(signed).max() > above or piece.view(unsigned).max() > below:
             yield piece
 
 
@@ -223,7 +228,7 @@ def _is_float(kind: np.dtype) -> bool:
     return kind.kind == "f" or (kind.kind == "V" and kind in _OTHER_FLOATS)
 
 
-# Types of which all bits above the largest number are NaN or infinity, for both signs.
+# Types whose codes above the largest number are all NaN or infinity, for both signs.
 _OTHER_FLOATS = (
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn),
@@ -232,7 +237,7 @@ _OTHER_FLOATS = (
 
 
 def nonfinite_tensor(origin: Origin) -> str:
-    """The first tensor of a parameter that is not finite, with how many of its numbers."""
+    """Describe the first tensor of a parameter with numbers that are not finite."""
     for file in origin.files:
         if count := count_nonfinite(file.read()):
             return f"{file.name} has {count} numbers that are NaN or infinite"
@@ -240,7 +245,7 @@ def nonfinite_tensor(origin: Origin) -> str:
 
 
 def refuse_nonfinite(origin: Origin, values: np.ndarray) -> None:
-    """Raises `LoadError` if values that are to be quantized are not finite: codes have no NaN."""
+    """Raise `LoadError` if values to be quantized are not finite: codes have no NaN."""
     if count_nonfinite(values):
         raise LoadError(
             f"{origin.path}: {nonfinite_tensor(origin)}, which cannot be quantized: get the file "
@@ -268,16 +273,16 @@ def quantize_in_chunks(
     inputs: InputStats | None = None,
     watch: Watch | None = None,
 ) -> QuantizedTensor | None:
-    """A parameter as `Storage.quantize` gives it, with a few MB of memory beyond the result.
+    """Quantize a parameter a few rows at a time, with a few MB of memory beyond the result.
 
     Args:
         change: applied to its rows first.
         inputs: as for `Storage.quantize`.
-        watch: is called with every chunk.
+        watch: called with every chunk.
 
     Returns:
-        None where it takes the whole matrix: it is transposed, its outliers have to be found, or
-        GPTQ quantizes it.
+        None if it takes the whole matrix: it is transposed, its outliers have to be found, or GPTQ
+        quantizes it.
 
     Raises:
         CheckpointError: the file is broken.
@@ -309,7 +314,7 @@ def quantize_in_chunks(
 
 
 def of_matrix(inputs: InputStats | None, index: tuple[int, ...]) -> InputStats | None:
-    """What one matrix of a stack was multiplied with."""
+    """Return the inputs of a matrix of a stack."""
     if inputs is None or not inputs.rows.ndim:
         return inputs
     return InputStats(inputs.mean[index], inputs.rows[index])

@@ -1,9 +1,9 @@
-"""Reading weights: the parameters of a plan, one a thread at a time, each put on its device."""
+"""Reading weights: threads read the parameters of a plan and put them on their devices."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.read_parameter import (
     LARGE,
     RowSlice,
-    Wanted,
+    Selection,
     read_parameter,
     reported,
     row_slice,
@@ -27,44 +27,44 @@ from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.progress import task
 from jinfer.quant.calibration_stats import InputStats
 
-# Puts a parameter, in NumPy's arrays, on its devices; is given all names that it has.
+# Puts a parameter of NumPy arrays on its devices; the first argument is all its names.
 type Put = Callable[[Sequence[str], Any], Any]
 
 
 def on_device(names: Sequence[str], values: Any) -> Any:
-    """Puts a parameter on the first device."""
+    """Put a parameter on the first device."""
     return jax.block_until_ready(jax.device_put(values))
 
 
 def read(
     plan: WeightPlan,
     put: Put = on_device,
-    wanted: Wanted | None = None,
+    selected: Selection | None = None,
     *,
     nonfinite: set[str] | None = None,
     progress: bool = False,
 ) -> tuple[Any, ...]:
-    """Reads the parameters of a plan, in the order of its model's names; see `load`.
+    """Read the parameters of a plan, in the order of its model's names; see `load`.
 
     Beyond the result, memory holds one decoded tensor per thread at a time.
 
     Args:
-        put: is given each parameter once, by any thread.
-        wanted: the parameters that are read, and the rows of them that are enough, which `put` is
-            then given as `RowSlice`; None: all.
+        put: called once with each parameter, by any thread.
+        selected: the parameters to read, and the rows of each, which `put` gets as a `RowSlice`;
+            None: all.
         nonfinite: receives the names of parameters with NaN or infinite numbers. Matrices of native
             checkpoints are not checked, because they are mapped and not read yet.
-        progress: show a bar even where standard error is no terminal.
+        progress: show a bar even if standard error is no terminal.
 
     Returns:
-        What `put` gave for each parameter that is wanted.
+        The results of `put`.
 
     Raises:
         LoadError: a tensor does not fit.
         CheckpointError: the checkpoint is damaged.
     """
     model, shapes = plan.plain, parameter_shapes(plan.plain)
-    listed = [name for name in model.names if wanted is None or name in wanted]
+    listed = [name for name in model.names if selected is None or name in selected]
     firsts = dict.fromkeys(plan.same[name] for name in listed)
     aliases = dict[str, list[str]]()  # all names of each array
     for name in model.names:
@@ -89,7 +89,7 @@ def read(
             if getattr(values, "nbytes", 0) < LARGE:
                 reported(values, report)
         else:
-            storage, rows = plan.storages.get(name), _rows(aliases[name], wanted)
+            storage, rows = plan.storages.get(name), _rows(aliases[name], selected)
             sliced = row_slice(origin, shapes, storage, rows)
             own, sizes = sliced or (origin, shapes)
             values = read_parameter(
@@ -120,7 +120,7 @@ def read(
     return tuple(results[plan.same[name]] for name in listed)
 
 
-def _rows(names: Iterable[str], wanted: Mapping[str, range | None] | None) -> range | None:
-    """The rows that are enough for all parameters that are one array; None: all."""
-    each = {wanted[name] for name in names if name in wanted} if wanted else {None}
-    return each.pop() if len(each) == 1 else None
+def _rows(names: Iterable[str], selected: Selection | None) -> range | None:
+    """Return the rows for all names of an array; None: all rows."""
+    rows = {selected[name] for name in names if name in selected} if selected else {None}
+    return rows.pop() if len(rows) == 1 else None

@@ -68,16 +68,16 @@ def columns_here(format: QuantFormat) -> int:
 
 @dataclass(frozen=True)
 class Storage:
-    """How one parameter is stored as a `QuantizedTensor`.
+    """How a parameter is stored as a `QuantizedTensor`.
 
     Attributes:
-        format: of its codes.
-        as_in_file: whether the codes are those of the file.
+        format: format of its codes.
+        as_in_file: whether the file has these codes.
         method: how other codes are found, see `jinfer.quant.quantize_matrix`.
-        outliers: share of weights that are stored exactly, beside the codes.
+        outliers: share of weights that are stored exactly.
         activations: see `QuantizedTensor`.
-        lost: how far off a weight with the file's code may be, in steps.
-        reordered: whether inputs are sorted by their groups, and their order is kept.
+        lost: maximum error of a weight with the file's code, in steps.
+        reordered: whether inputs are sorted by their groups, and their order is stored.
     """
 
     format: QuantFormat
@@ -94,7 +94,7 @@ class Storage:
         return columns_here(self.format)
 
     def abstract(self, shape: tuple[int, ...]) -> Packed:
-        """The parameter's shapes and types; one object for all that are alike."""
+        """Return the parameter's shapes and types; equal arguments return the same object."""
         return _abstract(self, shape, self.columns)
 
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor | ReorderedTensor:
@@ -204,8 +204,8 @@ def with_fp8(
             return parameter
         return abstract_scaled(parameter.shape, count)
 
-    each = zip(model.names, model.parameters, model.roles, strict=True)
-    return replace(model, parameters=tuple(kept(*one) for one in each))
+    pairs = zip(model.names, model.parameters, model.roles, strict=True)
+    return replace(model, parameters=tuple(kept(*pair) for pair in pairs))
 
 
 def stored_types(
@@ -237,8 +237,8 @@ def with_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
             return parameter
         return jax.ShapeDtypeStruct(parameter.shape, DTYPES[type_name])
 
-    each = zip(model.names, model.parameters, model.roles, strict=True)
-    return replace(model, parameters=tuple(typed(*one) for one in each))
+    pairs = zip(model.names, model.parameters, model.roles, strict=True)
+    return replace(model, parameters=tuple(typed(*pair) for pair in pairs))
 
 
 def choose_storages(
@@ -249,15 +249,15 @@ def choose_storages(
     path: str,
     halves: bool = False,
 ) -> dict[str, Storage]:
-    """Which parameters are quantized, by rounding or by search; `with_gptq` does the rest.
+    """Choose the parameters to quantize by rounding or search; `with_gptq` chooses for GPTQ.
 
     Args:
-        activations: for all of them.
+        activations: how products with them round activations.
         path: the specification's file, for errors.
         halves: see `repacked_format`.
 
     Raises:
-        SpecError: a rule that matches nothing that could be quantized, or too few bits.
+        SpecError: a rule that matches no parameter that can be quantized, or too few bits.
     """
     storages, used, open_names = {}, set[RuleSpec](), list[str]()
     method: Method = "rtn" if spec.method == "rtn" else "mse"
@@ -338,8 +338,8 @@ def with_one_format(
 
 def matrices(model: AbstractModel) -> dict[str, tuple[int, ...]]:
     """The shapes of matrices, tables and heads by name."""
-    each = zip(model.names, model.parameters, model.roles, strict=True)
-    return {name: tuple(like.shape) for name, like, role in each if role != "plain"}
+    pairs = zip(model.names, model.parameters, model.roles, strict=True)
+    return {name: tuple(like.shape) for name, like, role in pairs if role != "plain"}
 
 
 def _bits(
@@ -380,16 +380,18 @@ _GPU_FORMATS = ("q2_b64", "q3_b64", *_FORMATS[2:])
 
 
 def candidates() -> list[QuantFormat]:
-    """The formats to choose from, in ascending order of their bits."""
+    """Return the formats to choose from under a budget, in ascending order of their bits."""
     return [parse_format(name) for name in (_GPU_FORMATS if backend() == "gpu" else _FORMATS)]
 
 
 def choose(sizes: np.ndarray, losses: np.ndarray, room: float) -> list[int]:
-    """Which format each matrix gets: from the narrowest on, what gains most for each bit.
+    """Choose formats under a budget: start with the narrowest, then widen where a bit gains most.
+
+    Bits are the average over all matrices, embeddings and heads, with scales and padding.
 
     Args:
         sizes, losses: in bits and in divergence, [matrices, formats]; sizes ascend.
-        room: for the sizes of all.
+        room: sum of all sizes.
     """
     rows = np.arange(len(sizes))
     chosen = np.zeros(len(sizes), np.int64)
@@ -404,8 +406,9 @@ def choose(sizes: np.ndarray, losses: np.ndarray, room: float) -> list[int]:
         chosen[best // sizes.shape[1]] = best % sizes.shape[1]
 
 
-# Seconds of a core for each byte that is read, for each weight that is quantized, and, with error
-# GPTQ, for each weight and token that is read: once to write it, twice to learn from it.
+# Estimated seconds of a core, which progress bars count: for each byte that is read, each weight
+# that is quantized, and with GPTQ each weight and token that is read: once to write it, twice to
+# learn.
 PER_BYTE, PER_PRODUCT, PASSES = 1e-9, 1.6e-10, 3
 PER_WEIGHT: dict[Method, float] = {"rtn": 1e-8, "mse": 6e-8, "gptq": 4e-7}
 

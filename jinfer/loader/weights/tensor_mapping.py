@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint import Checkpoint, Tensor
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.ggml_types import BLOCKS, PLAIN, decode
 from jinfer.loader.checkpoint.mapped_file import release
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
+from jinfer.sandbox.sanitize import sanitized
 
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel
@@ -37,13 +37,13 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensors that one parameter is read from.
+    """The tensors of a parameter.
 
     Attributes:
         parameter: its name.
-        files: one tensor, or one for each index of the parameter's first axis.
+        files: a single tensor, or a tensor for each index of the parameter's first axis.
         stacked: whether it is the latter.
-        place: how the parameter stands in each of them.
+        place: the part of each tensor that belongs to the parameter.
         path: the checkpoint, for errors.
     """
 
@@ -59,7 +59,7 @@ class Origin:
         return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
 
     def release(self) -> None:
-        """Lets the operating system take back the memory of the tensors' pages."""
+        """Let the operating system take back the memory of the tensors' pages."""
         for file in self.files:
             for part in file.sources or (file,):
                 release(part.raw())
@@ -77,24 +77,24 @@ class Origin:
         )
 
     def read(self, shapes: Shapes, dtype: Any) -> np.ndarray:
-        """The parameter's values; what has to be put together is in `dtype` already.
+        """Read the parameter's values; stacked tensors are converted to `dtype`.
 
         Args:
             shapes: of every parameter.
 
         Raises:
-            LoadError: a tensor has another shape than the specification says.
+            LoadError: a tensor has another shape than in the specification.
             CheckpointError: the file is broken.
         """
         if not self.stacked:
-            return self._read_one(self.files[0], shapes)
+            return self._read_file(self.files[0], shapes)
         values = np.empty(shapes[self.parameter], dtype)
         for e, file in enumerate(self.files):
-            values[e] = self._read_one(file, shapes)
+            values[e] = self._read_file(file, shapes)
         return values
 
     def is_rows(self, shapes: Shapes) -> bool:
-        """Whether each row of the parameter is a row of the tensors, as it stands there."""
+        """Whether each row of the parameter is a row of the tensors, in the same order."""
         dimensions = len(self.files[0].shape)
         return (
             not self._is_turned(self.files[0])
@@ -104,7 +104,7 @@ class Origin:
         )
 
     def rows(self, shapes: Shapes) -> np.ndarray | None:
-        """The rows of each tensor that are the parameter's, in order; None: all."""
+        """Return the rows of each tensor that belong to the parameter, in order; None: all."""
         if not self.place.parts:
             return None
         file = self.files[0]
@@ -112,7 +112,7 @@ class Origin:
         return self.part(file, numbers, shapes).reshape(-1)
 
     def check(self, shapes: Shapes) -> None:
-        """Raises `LoadError` if a tensor cannot be read, or has another shape than is said."""
+        """Raise `LoadError` if a tensor cannot be read, or has another shape than specified."""
         for file in self.files:
             if file.unreadable:
                 raise LoadError(
@@ -121,7 +121,7 @@ class Origin:
                 )
             self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
 
-    def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
+    def _read_file(self, file: Tensor, shapes: Shapes) -> np.ndarray:
         return self._arranged(file, file.read(), shapes)
 
     def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
@@ -134,14 +134,14 @@ class Origin:
             values = values.swapaxes(-1, -2)
         if self.place.parts:
             values = self.part(file, values, shapes)
-        wanted = shapes[self.parameter][self.stacked :]
-        is_vector = len(wanted) == 1 and values.size == wanted[0]  # some have it in rows of groups
-        if is_vector or _without_ones(values.shape) == _without_ones(wanted):
-            values = values.reshape(wanted)
-        if values.shape != wanted:
+        shape = shapes[self.parameter][self.stacked :]
+        is_vector = len(shape) == 1 and values.size == shape[0]  # some have it in rows of groups
+        if is_vector or _without_ones(values.shape) == _without_ones(shape):
+            values = values.reshape(shape)
+        if values.shape != shape:
             raise LoadError(
                 f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
-                f"but the specification says {list(wanted)}; "
+                f"but the specification says {list(shape)}; "
                 f"correct [dims], or how [{self.place.table}] maps it"
             )
         return values
@@ -193,20 +193,21 @@ def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:
 def find_origins(
     model: AbstractModel, checkpoint: Checkpoint, tensors: TensorMap
 ) -> dict[str, Origin]:
-    """Where each parameter of a model comes from.
+    """Find the tensors of each parameter of a model.
 
     Args:
         tensors: the checkpoint's names for the parameters.
 
     Raises:
-        LoadError: a parameter has no tensor, a tensor has no parameter, a shape differs, or a copy.
+        LoadError: a parameter without a tensor, a tensor without a parameter, or a shape or a copy
+            that differs.
     """
     files = by_name(checkpoint, tensors)
     shapes = parameter_shapes(model)
     origins = {
         name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
     }
-    # A tensor that the model does not use is a part of the model that the spec does not have.
+    # An unused tensor is a part of the model that the specification lacks.
     if left := unused(model.names, tensors, files, origins.values()):
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
@@ -222,17 +223,17 @@ def find_origins(
 
 
 def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
-    """Whose tensors they would be, but for conditions that are not fulfilled: a clause."""
+    """Name the conditions without which these tensors would be used: a clause for an error."""
     owners = tensors.omitted_owners(left)[:3]
     conditions = [f'{each.key} = "{each.when}"' for each in owners]
     return f"; left out by {' and '.join(conditions)}" if conditions else ""
 
 
 def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
-    """The file's tensors by their names, also without a prefix and with the usual suffix."""
+    """Return the tensors by name, also without a prefix, and with the usual suffix."""
     files = dict(checkpoint.tensors)
     for prefix, usual in tensors.prefixes:
-        for name, tensor in list(files.items()):  # a prefix may stand behind another
+        for name, tensor in list(files.items()):  # a prefix may follow another
             if name.startswith(prefix) and (prefix or not name.startswith(usual)):
                 files.setdefault(usual + name.removeprefix(prefix), tensor)
     for suffix, usual in tensors.suffixes:
@@ -248,7 +249,7 @@ def unused(
     files: Mapping[str, Tensor],
     origins: Iterable[Origin],
 ) -> list[str]:
-    """Tensors of the file that are no parameter's, no copy of one's and not ignored."""
+    """Return the tensors without a parameter that are neither copies nor ignored."""
     used = {file.name for origin in origins for file in origin.files}
     copies = (name for _, names in tensors.copies for name in names)
     used |= {files[name].name for name in copies if name in files}
@@ -273,7 +274,7 @@ def find_origin(
     files: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> Origin:
-    """Finds the tensors of a parameter.
+    """Find the tensors of a parameter.
 
     Args:
         tensors: the checkpoint's names for the parameters.
@@ -301,7 +302,7 @@ def find_origin(
 def differing_copies(
     tensors: TensorMap, files: Mapping[str, Tensor], origins: Iterable[Origin]
 ) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that are said to repeat a parameter and do not, each with what is wrong.
+    """Return the tensors that should be copies of a parameter but differ, with the reason.
 
     Raises:
         CheckpointError: the file is broken.
@@ -320,7 +321,7 @@ def differing_copies(
 
 
 def _alike(name: str, files: Iterable[Tensor]) -> str:
-    """The tensor whose name is nearest, if it is one of the same layer: a clause for an error."""
+    """Name the tensor of the same layer with the nearest name: a clause for an error."""
     numbers = re.findall(r"\d+", name)
     same = sorted({file.name for file in files if re.findall(r"\d+", file.name) == numbers})
     close = get_close_matches(name, same, n=1, cutoff=0.6)
@@ -355,10 +356,10 @@ def lookup_origin(
         return Origin(parameter, (given,), False, place, checkpoint.path), ()
     for choice, name in ((each, name) for each in place.candidates() for name in each.names):
         stacked = "{e}" in name
-        wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
-        absent = [each for each in wanted if each not in files]
+        full = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
+        absent = [name for name in full if name not in files]
         if not absent:
-            found = tuple(files[each] for each in wanted)
+            found = tuple(files[name] for name in full)
             return Origin(parameter, found, stacked, choice, checkpoint.path), ()
         if stacked and (whole := files.get(_mlx_stack(name))) is not None:
             return Origin(parameter, (whole,), False, choice, checkpoint.path), ()
@@ -389,39 +390,39 @@ def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
     return cut
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; memory holds no more than a few MB of each.
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same numbers; memory holds at most a few MB of each.
 
-    Those of one type are compared as they are stored, and nothing is decoded.
+    Tensors of the same type are compared without decoding.
 
     Raises:
         CheckpointError: the file is broken.
     """
-    if one.shape != other.shape or not one.shape:
+    if first.shape != second.shape or not first.shape:
         return False
-    if one.type == other.type and (one.type in DTYPES or one.type in BLOCKS):
-        return _same_bytes(one.raw(), other.raw())
-    if len(one.shape) == 1:
-        return np.array_equal(one.read().astype(np.float32), other.read().astype(np.float32))
-    height = max(1, PIECE // one.shape[-1])
-    first, second = row_reader(one), row_reader(other)
+    if first.type == second.type and (first.type in DTYPES or first.type in BLOCKS):
+        return _same_bytes(first.raw(), second.raw())
+    if len(first.shape) == 1:
+        return np.array_equal(first.read().astype(np.float32), second.read().astype(np.float32))
+    height = max(1, PIECE // first.shape[-1])
+    read_first, read_second = row_reader(first), row_reader(second)
     return all(
-        np.array_equal(first(index, rows), second(index, rows))
-        for index in np.ndindex(*one.shape[:-2])
-        for begin in range(0, one.shape[-2], height)
-        for rows in [slice(begin, min(begin + height, one.shape[-2]))]
+        np.array_equal(read_first(index, rows), read_second(index, rows))
+        for index in np.ndindex(*first.shape[:-2])
+        for begin in range(0, first.shape[-2], height)
+        for rows in [slice(begin, min(begin + height, first.shape[-2]))]
     )
 
 
-def _same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
-    if one.size != other.size:
+def _same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
+    if first.size != second.size:
         return False
-    if one.ctypes.data == other.ctypes.data:  # pickles store what is shared once
+    if first.ctypes.data == second.ctypes.data:  # pickles store what is shared once
         return True
-    for begin in range(0, one.size, 4 * PIECE):
+    for begin in range(0, first.size, 4 * PIECE):
         rows = slice(begin, begin + 4 * PIECE)
-        if not np.array_equal(one[rows], other[rows]):
+        if not np.array_equal(first[rows], second[rows]):
             return False
-        release(one[rows])
-        release(other[rows])
+        release(first[rows])
+        release(second[rows])
     return True

@@ -207,14 +207,14 @@ def _place_rows(graph: FormulaGraph) -> None:
     for number, node in enumerate(nodes):
         readers = graph.readers(number)
         if node.kind == "input" and readers and all(nodes[r].args[0] != number for r in readers):
-            node.row = nodes[readers[0]].row  # a side input, beside its reader
+            node.row = nodes[readers[0]].row  # a side input, in the row of its reader
 
 
 def _place_lanes(graph: FormulaGraph) -> None:
     nodes = graph.nodes
     taken_until: dict[int, int] = {}  # lane -> the last occupied row
     heirs: dict[int, int] = {}  # node -> the one that continues its lane
-    # A side input is placed beside its reader, so after it.
+    # A side input is placed next to its reader, so after it.
     for number in sorted(range(len(nodes)), key=lambda n: (nodes[n].row, not nodes[n].args, n)):
         node = nodes[number]
         last = max([node.row, *(nodes[reader].row for reader in graph.readers(number))])

@@ -1,46 +1,42 @@
-"""SVG drawing of a model: its stacks, from the stem through each kind of layer to the head.
-
-Independent of the viewer's fonts: all text is monospaced, so the widths of boxes are known. It has
-its own colours, light and dark, and a background, so it is readable on any page.
-"""
+"""Drawing of a model: its stacks, from the stem through each kind of layer to the head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from html import escape
-from typing import Protocol
+from typing import Any, Protocol
 
-from jinfer.modelspec.blocks import (
-    AttentionSpec,
-    Block,
-    CrossAttentionSpec,
-    HeadSpec,
-    LatentAttentionSpec,
+from jinfer.html.html_table import table_html
+from jinfer.html.svg_drawing import CHARACTER, svg
+from jinfer.modelspec import (
+    attention_blocks,
+    blocks,
+    feed_forward_blocks,
+    position_blocks,
 )
+from jinfer.modelspec.attention_blocks import AttentionSpec, CrossAttentionSpec, LatentAttentionSpec
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
-from jinfer.modelspec.view.block_labels import block_label, shortened
 from jinfer.modelspec.view.formula_graph import FormulaGraph, GraphNode, formula_graph
 
-CHARACTER = 7.3  # width at font size 12; monospaced fonts have 0.55 to 0.602 of their size
 _LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
 _MARGIN, _TITLE = 18.0, 30.0
 _STYLE = """
-.jf text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
-.jf .name{font-weight:600}.jf .soft{fill:#5c636d}
-.jf .page{fill:#fcfcfb}.jf .frame{fill:#f3f4f5;stroke:#d5d8dc}
+.jf .frame{fill:#f3f4f5;stroke:#d5d8dc}
 .jf .box{fill:#fff;stroke:#8a8f98}.jf .attention{fill:#e6eef7;stroke:#6b8fb5}
 .jf .feed{fill:#eaf3e8;stroke:#7fa677}.jf .norm{fill:#f7f1e1;stroke:#b8a468}
 .jf .chip{fill:#ececee;stroke:#a9adb4}.jf .op{fill:#fff;stroke:#3d5a80;stroke-width:1.5}
 .jf .wire{fill:none;stroke:#8a8f98;stroke-width:1.3}.jf .tip{fill:#8a8f98}
 .jf .main{fill:none;stroke:#3d5a80;stroke-width:3}.jf .maintip{fill:#3d5a80}
-@media (prefers-color-scheme:dark){
-.jf text{fill:#e4e6e9}.jf .soft{fill:#a9b0ba}
-.jf .page{fill:#1d1f22}.jf .frame{fill:#26292d;stroke:#43484f}
+"""
+_DARK = """
+.jf .frame{fill:#26292d;stroke:#43484f}
 .jf .box{fill:#2f3338;stroke:#7d848e}.jf .attention{fill:#27384a;stroke:#6b8fb5}
 .jf .feed{fill:#2a3a2a;stroke:#7fa677}.jf .norm{fill:#3d3826;stroke:#b8a468}
 .jf .chip{fill:#33373c;stroke:#6b717a}.jf .op{fill:#1d1f22;stroke:#8fb0d6}
-.jf .main{stroke:#8fb0d6}.jf .maintip{fill:#8fb0d6}}
+.jf .main{stroke:#8fb0d6}.jf .maintip{fill:#8fb0d6}
 """
 
 
@@ -73,6 +69,24 @@ class Drawable(Protocol):
     def stacks(self) -> Sequence[StackSpec]: ...
 
 
+class HtmlViewable(Drawable, Protocol):
+    """The part of a `ModelSpec` that `spec_html` shows."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def dims(self) -> Mapping[str, Any]: ...
+
+
+def spec_html(spec: HtmlViewable) -> str:
+    """HTML of the model's type, sizes and wiring, for notebooks."""
+    sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
+    heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"
+    return f"<div>{heading}{table_html(('size', 'value'), sizes)}{draw_model(spec)}</div>"
+
+
 def draw_model(spec: Drawable) -> str:
     """The model as an SVG document, with its stacks side by side."""
     parts, x, height = [], _MARGIN, 0.0
@@ -80,13 +94,8 @@ def draw_model(spec: Drawable) -> str:
         drawing, w, h = _draw_stack(spec, stack, x)
         parts += drawing
         x, height = x + w + _MARGIN, max(height, h)
-    size = f'width="{x:.0f}" height="{height:.0f}" viewBox="0 0 {x:.0f} {height:.0f}"'
-    names = " and ".join(stack.name for stack in spec.stacks)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="jf" role="img" {size}>'
-        f"<title>Wiring of the {names}</title><style>{_STYLE}</style>"
-        f'<rect class="page" width="{x:.0f}" height="{height:.0f}"/>' + "".join(parts) + "</svg>"
-    )
+    title = f"Wiring of the {' and '.join(stack.name for stack in spec.stacks)}"
+    return svg("jf", x, height, "".join(parts), style=_STYLE, dark=_DARK, title=title)
 
 
 def distinct_layers(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:
@@ -278,3 +287,119 @@ def _line(style: str, points: list[tuple[float, float]], tip: bool = False) -> s
     corners = [(x, y), (bx - dy * half, by + dx * half), (bx + dy * half, by - dx * half)]
     shape = "M" + "L".join(f"{cx:.1f} {cy:.1f}" for cx, cy in corners) + "Z"
     return drawn + f'<path class="{"maintip" if style == "main" else "tip"}" d="{shape}"/>'
+
+
+_MAX_LINE = 34
+_NAMES = {
+    "rms": "RMS norm",
+    "layer": "layer norm",
+    "moe": "mixture of experts",
+    "mlp": "feed-forward",
+    "gated": "gated feed-forward",
+    "head": "vocabulary head",
+}
+
+
+def block_label(block: Block) -> list[str]:
+    """A few short lines: the kind, the sizes, and fields that differ from the defaults."""
+    name = _NAMES.get(block.kind, block.kind.replace("_", " "))
+    sizes, shown = _sizes(block)
+    extras = [text for field in fields(block) if (text := _extra(block, field, shown))]
+    return [shortened(line) for line in (name, *sizes, *_packed(extras))]
+
+
+def shortened(line: str, limit: int = _MAX_LINE) -> str:
+    """A line cut to the width of a box."""
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _sizes(block: Any) -> tuple[list[str], set[str]]:
+    """Lines with the block's sizes, and the names of the fields they show."""
+    match block:
+        case blocks.EmbeddingSpec() | position_blocks.LearnedPositionsSpec():
+            return [f"{block.size} × {block.width}"], {"size", "width"}
+        case position_blocks.SinusoidalPositionsSpec():
+            return [f"of width {block.width}"], {"width"}
+        case blocks.RMSNormSpec() | blocks.LayerNormSpec():
+            return [f"{block.size}, eps {block.eps:g}"], {"size", "eps", "bias", "weight"}
+        case blocks.LinearSpec():
+            return [f"{block.inputs} → {block.outputs}"], {"inputs", "outputs"}
+        case blocks.HeadSpec():
+            tied = ["weight of embed"] if block.tied else []
+            return [f"{block.inputs} → {block.outputs}", *tied], {"inputs", "outputs", "tied"}
+        case attention_blocks.AttentionSpec():
+            heads = f"{block.heads} heads of {block.head_dim}"
+            shared = [f"{block.kv_heads} of keys and values"]
+            lines = [heads, *(shared if block.kv_heads != block.heads else [])]
+            return lines, {"inputs", "heads", "kv_heads", "head_dim"}
+        case attention_blocks.CrossAttentionSpec():
+            shown = {"inputs", "heads", "head_dim", "encoded"}
+            return [f"{block.heads} heads of {block.head_dim}"], shown
+        case attention_blocks.LatentAttentionSpec():
+            lines = [f"{block.heads} heads, latent {block.latent_rank}"]
+            lines.append(f"dims {block.nope_dim} + {block.rope_dim}, values {block.value_dim}")
+            return lines, {"inputs", "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim"}
+        case feed_forward_blocks.MLPSpec() | feed_forward_blocks.GatedMLPSpec():
+            shown = {"inputs", "width", "activation"}
+            return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], shown
+        case feed_forward_blocks.MoESpec():
+            lines = [f"{block.top_k} of {block.experts} experts"]
+            lines.append(f"{block.inputs} → {block.width} → {block.inputs}, {block.activation}")
+            return lines, {"inputs", "width", "experts", "top_k", "activation", "scoring"}
+        case feed_forward_blocks.ActivationSpec():
+            return [block.function], {"function"}
+        case blocks.PoolSpec():
+            return [f"{block.take} token" if block.take != "mean" else "mean of tokens"], {"take"}
+        case blocks.SelectSpec():
+            return [", ".join(map(str, block.indices))], {"indices"}
+        case blocks.ClassifierSpec():
+            return [f"{block.inputs} → {block.outputs} classes"], {"inputs", "outputs"}
+    return [], set()
+
+
+def _extra(block: Any, field: Any, shown: set[str]) -> str:
+    """A field that no line shows and that is not its default; "" otherwise."""
+    value = getattr(block, field.name)
+    default = None if field.default is MISSING else field.default
+    if field.name in (*shown, "kind") or value is None or value == default or value is False:
+        return ""
+    if value is True:
+        return field.name.replace("_", " ")
+    return _words(field.name, value)
+
+
+def _words(name: str, value: Any) -> str:
+    """A field's value in a few words."""
+    match value:
+        case position_blocks.RopeSpec():
+            turned = f"rope theta {_number(value.theta)}, {value.pairs}"
+            return turned + (f", {value.scaling.rope_type}" if value.scaling else "")
+        case position_blocks.AlibiSpec():
+            return "alibi"
+        case position_blocks.RelativeBiasSpec():
+            return "relative positions"
+        case position_blocks.DisentangledSpec():
+            return "disentangled positions"
+        case attention_blocks.QKNormSpec():
+            return f"{value.kind} norm of q, k per {value.over}"
+        case float() | int():
+            return f"{name.replace('_', ' ')} {_number(value)}"
+        case str():
+            return f"{name.replace('_', ' ')} {value}"
+    return str(getattr(value, "kind", name)).replace("_", " ")
+
+
+def _number(value: float) -> str:
+    whole = float(value).is_integer() and abs(value) < 1e9
+    return str(int(value)) if whole else f"{value:g}"
+
+
+def _packed(words: list[str]) -> list[str]:
+    """Words joined into as few lines as possible."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 2 + len(word) <= 28:
+            lines[-1] += f", {word}"
+        else:
+            lines.append(word)
+    return lines

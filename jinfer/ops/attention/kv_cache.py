@@ -16,8 +16,7 @@ from jax import Array, lax
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import own_isa
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.modelspec.quant_format import Kind, QuantFormat
 from jinfer.ops.backend import backend
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors

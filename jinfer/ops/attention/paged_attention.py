@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.cpu import attention_call as custom
-from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
+from jinfer.modelspec.quant_format import FLOAT_DTYPES
 from jinfer.ops import gpu_backend
 from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.progress import task
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.grammar_ends import endless_rule
@@ -24,6 +23,7 @@ from jinfer.sampling.structured.grammar_source import GrammarSource, Kind, sourc
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
 from jinfer.sampling.structured.token_trie import Vocabulary, forget_vocabulary, vocabulary
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

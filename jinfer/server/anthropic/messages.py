@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.server.anthropic.anthropic_schemas import (
     ClientTool,
     ConversationFields,

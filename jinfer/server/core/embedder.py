@@ -154,7 +154,7 @@ class Embedder:
     ) -> list[list[int]]:
         """Tokenize texts and check their lengths. Slow: use a worker thread."""
         session = self.model.session
-        if session.engine.model.has_cross_attention:
+        if session.engine.runner.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder does not compute vectors of texts", "model")
         limit = self.service.settings.max_prompts
         listed = prompt_ids(texts, session, limit, special=special, param=param)

@@ -56,7 +56,7 @@ def prepare_prompt(
         # A prompt that fills the context leaves no room for an answer.
         advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
         raise context_exceeded("the prompt", len(ids), context, advice, param)
-    if not ids and not session.engine.model.has_cross_attention:
+    if not ids and not session.engine.runner.model.has_cross_attention:
         raise invalid_request("the prompt is empty; give at least one token", param)
     try:
         prepared = session.prepare(

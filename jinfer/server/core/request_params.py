@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.api.session import Session
-from jinfer.engine.adapter_use import AdapterUse
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import (

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from jinfer.api.session import Session
-from jinfer.engine.output.collect import best_of
-from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.output.completion import Chunk, Completion, Usage, best_of, completion
 from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.core.prompt_requests import PromptRequests, field_of_error

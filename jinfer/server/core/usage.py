@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jinfer.engine.output.generation import Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import TokenLogprob, Usage
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jinfer.engine.engine_stats import Stats
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.completion import Chunk, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"

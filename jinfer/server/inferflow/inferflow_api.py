@@ -134,7 +134,7 @@ def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> l
 def _conversation(request: RequestContext[InferflowRequest], model: ServedModel) -> Conversation:
     """Return the prompt format of the request, or else of the model."""
     body, conversation = request.body, model.session.opened.conversation
-    cross = model.session.engine.model.has_cross_attention
+    cross = model.session.engine.runner.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from jinfer.api.session import Session
-from jinfer.engine.output.generation import Chunk, Completion, completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, completion
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_builder import (
     _no_tokens,

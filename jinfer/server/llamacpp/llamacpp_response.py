@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from jinfer.engine.output.generation import Completion
+from jinfer.engine.output.completion import Completion
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_requests import PromptRequests

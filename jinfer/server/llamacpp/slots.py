@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic import Field, RootModel
 
-from jinfer.api.saved_cache import load_cache, save_cache
+from jinfer.api.saved_cache import erase_slot, load_cache, save_cache
 from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.engine.offload.prefix_transfer import erase_slot
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,

@@ -45,7 +45,7 @@ class ModelDetails:
 def details_of(llm: LLM) -> ModelDetails:
     """Return the details of a loaded model."""
     session = llm.session
-    model, weights = session.engine.model, session.engine.weights
+    model, weights = session.engine.runner.model, session.engine.runner.weights
     return _details(session.opened, model, session.family, session.stored_as, nbytes(weights))
 
 

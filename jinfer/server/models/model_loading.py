@@ -33,7 +33,7 @@ def open_llm(source: ModelSource, warm_up: bool) -> Opened:
         warm_up_constraints(llm)
     elif warm_up:
         engine = llm.session.engine
-        engine.programs.announce(all_shapes(engine))
+        engine.runner.programs.announce(all_shapes(engine))
     return llm, details_of(llm)
 
 

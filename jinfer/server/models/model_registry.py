@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import path_exists
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.model_files import SPEC_FILE
 from jinfer.loader.open_keywords import override_tables
-from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.modelspec.toml_tables import check_keys, check_text, check_texts, merge
+from jinfer.sandbox.safe_files import path_exists
 from jinfer.server.http.server_settings import ModelSource
 
 _KEYS = ("source", "overrides", "aliases", "pinned", "load_on_startup", "idle_unload")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
 from jinfer.server.core.embedder import Embedder, truncate_vectors

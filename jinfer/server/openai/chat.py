@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from jinfer.engine.output.generation import Chunk, Completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.server.core import usage
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.prepare_chat import prepare_chat

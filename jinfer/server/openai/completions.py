@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from jinfer.engine.output.generation import Chunk, Completion
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.engine.requests import Request
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_builder import fim_options, infill_ids, prompt_ids

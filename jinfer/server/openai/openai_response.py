@@ -10,10 +10,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jinfer.api.prompt_scores import prompt_logprobs
+from jinfer.api.forward_results import prompt_logprobs
 from jinfer.api.session import Session
-from jinfer.engine.output.generation import Chunk, Completion, Usage
-from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_requests import PromptRequests
@@ -34,7 +33,7 @@ def score_prompt(session: Session, ids: Sequence[int], top: int) -> list[TokenLo
     """
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid_request(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
-    if session.engine.model.has_cross_attention:
+    if session.engine.runner.model.has_cross_attention:
         raise unsupported_field("tokens of an encoder have no probabilities", "echo")
     return prompt_logprobs(session, ids, top)
 

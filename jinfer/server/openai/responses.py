@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk
+from jinfer.engine.output.completion import Chunk
 from jinfer.server.core import usage
 from jinfer.server.core.prepare_chat import field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt

@@ -1,7 +1,7 @@
 """Tool-call and reasoning formats: one table, and which format a chat template uses.
 
 A format is a `ToolCallFormat` with a test, a row here, and its name in
-`jinfer.modelspec.prompt_formats`.
+`jinfer.modelspec.model_spec`.
 """
 
 from __future__ import annotations

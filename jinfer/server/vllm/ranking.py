@@ -16,7 +16,7 @@ from jinfer.api.classification import TypedTokens, classify, tokenize_pair
 from jinfer.api.session import Session
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.loader.config.pooling_config import Similarity
-from jinfer.modelspec.classification_table import Activation
+from jinfer.modelspec.model_spec import Activation
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,

@@ -38,7 +38,7 @@ async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
     async with request.service.models.use(body.model) as model:
         vectors = await request.service.in_thread(_vectors, body, model)
         steering = model.session.steering
-        steering.most = request.service.settings.inspection_bytes
+        steering.max_bytes = request.service.settings.inspection_bytes
         try:
             steering.keep(body.name, vectors)
         except RequestError as error:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jinfer.guard.sandboxed_process import SandboxError
 from jinfer.loader.adapters.peft_patterns import first_matches
+from jinfer.sandbox.sandboxed_process import SandboxError
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.12.mlp.up_proj", "lm_head"]
 

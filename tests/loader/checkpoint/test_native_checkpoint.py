@@ -14,6 +14,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import ALIGNMENT, NativeCheckpoint
 from jinfer.loader.checkpoint.safetensors import open_safetensors
@@ -33,7 +34,6 @@ from tests.loader.checkpoint.converting import (
     in_metadata,
     leaves,
 )
-from tools.quantize import convert
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jinfer import LLM
+from jinfer.cli.quantize.quantize_checkpoint import convert
+from jinfer.cli.quantize.write_native import CHUNK_BYTES, OrbaxWriter
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.native_checkpoint import native_metadata
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
 from tests.loader.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
-from tools.quantize import convert
-from tools.write_native import CHUNK_BYTES, OrbaxWriter
 
 ROOT = Path(__file__).parents[3]
 

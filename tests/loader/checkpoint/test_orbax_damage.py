@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api
@@ -20,7 +21,6 @@ from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.loader.weights.tensor_mapping import LoadError
 from jinfer.nn.abstract_model import build_abstract_model
 from tests.loader.checkpoint.converting import MODEL, SMALL, check_equal, in_metadata, leaves
-from tools.quantize import convert
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.config import generation_config
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import Opened, open_model
-from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from tools.quantize import convert
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 DRAWING: dict[str, Any] = {

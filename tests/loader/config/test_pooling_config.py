@@ -13,7 +13,7 @@ from jinfer import LLM, RequestError
 from jinfer.api.text_embeddings import SIMILARITIES, EmbeddingTokens, tokenize_texts
 from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.config.pooling_config import POOLINGS, PoolingSpec, find_pooling, pool
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from tests.families.gguf_files import write_gguf
 from tests.loader.resolving import resolved
 

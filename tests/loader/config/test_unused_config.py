@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.inspect.inspect_checkpoint import main
+from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.loader.config.unused_config import consequences
 from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError, show_value
@@ -15,8 +17,6 @@ from tests.families.gguf_files import write_gguf
 from tests.families.test_scaled_families import LATENT, latent_shapes
 from tests.families.tiny import random_tensors, write
 from tests.loader.resolving import resolved
-from tools.inspect import main
-from tools.match_checkpoint import describe
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 NAMES = sorted(

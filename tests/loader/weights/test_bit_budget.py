@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quality import bits_per_weight
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights import quantized_cache
 from jinfer.loader.weights.bit_budget import divergence_costs, with_budget
@@ -21,8 +23,6 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
 from jinfer.quant.gptq import DAMPING
-from tools.quality import bits_per_weight
-from tools.quantize import convert
 
 from .test_layerwise_gptq import opened, texts
 
@@ -120,7 +120,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Entries of the cache are for one number of bits."""
     convert(str(MODEL), tmp_path / "out", keys("5 bits"), tokens=512)
     assert 4.7 < bits_per_weight(LLM(tmp_path / "out")) <= 5
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "kept")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "kept")
     monkeypatch.setattr("jinfer.loader.weights.plan_weights.TOKENS", 256)
     for bits in (6, 4.5, 4.5):
         assert bits - 0.3 < bits_per_weight(LLM(MODEL, **keys(f"{bits} bits"))) <= bits
@@ -129,7 +129,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_costs_all_have_one_format() -> None:
     llm = LLM(MODEL, **keys("4.5 bits", method="mse"))
-    leaves = [each for each in llm._engine.parameters if isinstance(each, QuantizedTensor)]
+    leaves = [each for each in llm._engine.runner.parameters if isinstance(each, QuantizedTensor)]
     assert len({each.format for each in leaves}) == 1
     assert bits_per_weight(llm) <= 4.5
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.perplexity import perplexity, text_windows
+from jinfer.cli.quantize.rotate_weights import main as rotate
 from jinfer.loader.weights import quantized_cache
-from tools.perplexity import perplexity, text_windows
-from tools.rotate_weights import main as rotate
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("engine", "serving", "sampling")  # which the model has not read
@@ -20,7 +20,7 @@ def test_most_of_what_a_search_loses_comes_back(
     weights: str, left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the perplexity that quantizing with a search adds, no more than a share is left."""
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "kept")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "kept")
     model = tmp_path / "model.gguf"
     assert rotate([str(ROOT / "specs" / "smollm2_135m_instruct.toml"), str(model)]) == 0
     text = "\n".join((ROOT / "docs" / f"{page}.md").read_text("utf-8") for page in PAGES)

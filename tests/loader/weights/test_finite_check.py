@@ -169,6 +169,6 @@ def test_fp8_without_scales_is_one_line(
     assert said.startswith(
         f"jinfer: {folder}: {len(largest)} tensors in {kind} have no scales, and"
     )
-    name = said.partition("are taken as they are: ")[2].partition(" first, up to ")[0]
+    name = said.partition("are loaded without: ")[2].partition(" first, up to ")[0]
     assert f" first, up to {largest[name]:g}; if they need scales, " in said
     assert said.count("\n") == 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.disk_cache import CacheOffError
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights import (
@@ -36,7 +37,7 @@ ONCE = "jinfer: weights are quantized with GPTQ, once; they are kept in "
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, and few tokens to read."""
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "weights")
     monkeypatch.setattr(
         layer_forward.generated_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
     )
@@ -102,7 +103,7 @@ def test_what_cannot_be_is_said_in_a_line(
     assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without GPTQ$", said)
     assert said.count("\n") == 1
     searched = LLM(source, quantization=Q3)
-    ours, wanted = (jax.tree.leaves(each._engine.parameters) for each in (found, searched))
+    ours, wanted = (jax.tree.leaves(each._engine.runner.parameters) for each in (found, searched))
     assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
     assert list(cache.iterdir()) == []
 
@@ -145,13 +146,13 @@ def test_nobody_waits_long_unasked(
 
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse() -> Path:
-        raise quantized_cache.NotCached("JINFER_CACHE is off")
+    def refuse(name: str) -> Path:
+        raise CacheOffError("JINFER_CACHE=off")
 
-    monkeypatch.setattr(quantized_cache, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "cache_folder", refuse)
     check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
-        "jinfer: JINFER_CACHE is off; weights are quantized without GPTQ\n"
+        "jinfer: JINFER_CACHE=off; weights are quantized without GPTQ\n"
     )
 
 

@@ -123,7 +123,7 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
     def error(found: dict[str, Any]) -> float:
         each = (found[name] for name in of.model.names)
         plain = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in each]
-        llm._engine.parameters = tuple(jax.device_put(plain))
+        llm._engine.runner.parameters = tuple(jax.device_put(plain))
         return float(np.square(np.stack(llm.hidden(ids.tolist())) - wanted).mean())
 
     searched = {n: replace(s, method="mse") for n, s in storages.items()}

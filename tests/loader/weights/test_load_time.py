@@ -1,4 +1,4 @@
-"""What bars of quantizing count by: they end full, whatever is quantized how."""
+"""Progress bars of quantizing end full, with every method."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.quantize import quantize_checkpoint as quantize
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.loader.weights import layer_forward, layerwise_gptq, read_weights
 from jinfer.progress import Task
-from tools import quantize
-from tools.quantize import convert
 
 MODEL = Path(__file__).parents[2] / "goldens" / "llama2"
 
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """All that were begun."""
+    """All tasks that were begun; none is shown, because standard error is no terminal."""
     begun: list[Task] = []
 
     @contextmanager
     def task(what: str, total: float | None = None, **keys: Any) -> Iterator[Task]:
-        one = Task(what, total, keys["unit"], keys["shown"], 20)
+        assert not keys["shown"]
+        one = Task(what, total, keys["unit"])
         begun.append(one)
         yield one
 
@@ -40,12 +41,5 @@ def test_bars_end_full(method: str, tmp_path: Path, tasks: list[Task]) -> None:
     whats = ["quantizing", "writing a text", "quantizing"] if method == "gptq" else ["quantizing"]
     assert [one.what for one in tasks] == whats
     for one in tasks:
-        assert one.is_shown is False  # nobody watches here; where somebody does it is
         assert one.total
         assert one.done == pytest.approx(one.total)
-
-
-def test_the_share_that_is_done() -> None:
-    one = Task("quantizing", 250.0, "%", None, 20)
-    one.update(100)
-    assert one.line(79).startswith("quantizing 40% |########------------| ")

@@ -2,6 +2,8 @@
 
 import os
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from jinfer import progress
 from jinfer.loader.checkpoint import Checkpoint, Tensor
+from jinfer.loader.weights import read_weights
 
 from .loading import (
     GROUPED,
@@ -89,20 +92,21 @@ def test_types(source: Any, target: Any) -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_progress_is_shown_when_asked(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, begin = list[progress.Task](), progress._begin
+def test_progress_is_shown_on_request(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[tuple[progress.Task, bool | None]]()
 
-    def note(task: progress.Task) -> None:
-        begun.append(task)
-        begin(task)
+    @contextmanager
+    def task(what: str, total: float, *, unit: str, shown: bool) -> Iterator[progress.Task]:
+        begun.append((progress.Task(what, total, unit), shown))
+        yield begun[-1][0]
 
-    monkeypatch.setattr(progress, "_begin", note)
+    monkeypatch.setattr(read_weights, "task", task)
     abstract, names = model()
     load_file(abstract, checkpoint(good()), names, progress=shown)
-    (task,) = begun
-    assert (task.what, task.is_shown) == ("loading", shown)
-    assert task.done == task.total
-    assert task.done > 0
+    ((loading, is_shown),) = begun
+    assert (loading.what, is_shown) == ("loading", shown)
+    assert loading.done == loading.total
+    assert loading.done > 0
 
 
 @pytest.mark.parametrize(

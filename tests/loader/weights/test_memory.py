@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.sampling.sampler_chain import sampler_sets
 from tools.bench_models import LlamaShape, make_up
-from tools.quantize import convert
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
@@ -72,7 +72,7 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
 
 def test_a_decode_step_takes_little_memory() -> None:
     llm = LLM(SPEC, **{"engine.context": 1024})  # type: ignore[arg-type]
-    program = llm._engine.programs.get(
+    program = llm._engine.runner.programs.get(
         StepKey("decode", llm.spec.engine.slots, stages=sampler_sets()[0])
     )
     assert program.memory_analysis().temp_size_in_bytes < 50 << 20

@@ -19,7 +19,7 @@ from jinfer.loader.weights.load_weights import load
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.loader.weights.power_scaling import Magnitude, magnitude, times_powers
 from jinfer.loader.weights.qk_equalization import Heads, exponents_of
-from jinfer.modelspec.blocks import RopeSpec
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.quant import parse_format
 from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers

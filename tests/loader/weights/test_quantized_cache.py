@@ -1,7 +1,10 @@
 """Many weights that are quantized as they are read are kept, and mapped at the next start."""
 
 import errno
+import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,13 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.disk_cache import CacheOffError, NoCacheError
+from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights import quantized_cache, storage_plan
 from jinfer.loader.weights.load_weights import load
 from jinfer.loader.weights.plan_weights import plan_weights
+from jinfer.loader.weights.quantized_cache import key_of
 from jinfer.nn.abstract_model import build_abstract_model
 from tests.loader.checkpoint.converting import check_equal, leaves
 
@@ -26,7 +32,7 @@ ONCE = "jinfer: weights are quantized, once; they are kept in "
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, for small models too."""
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "cache_folder", lambda name: tmp_path / "weights")
     monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1)
     return tmp_path / "weights"
 
@@ -86,6 +92,26 @@ def test_a_damaged_entry_is_made_again(cache: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == 2 * f"{ONCE}{cache}\n"
 
 
+def test_second_process_waits_for_the_first(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads here; the lock is the same."""
+    finish, finished = quantized_cache.EntryWriter.finish, list[float]()
+
+    def slow(writer: quantized_cache.EntryWriter) -> None:
+        time.sleep(2)
+        finish(writer)
+        finished.append(time.monotonic())
+
+    monkeypatch.setattr(quantized_cache.EntryWriter, "finish", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: leaves(MODEL, **Q4), range(2))
+    check_equal(first, second)
+    assert len(finished) == 1
+    assert "another process quantizes the same weights; waiting for it" in capsys.readouterr().err
+    assert len(list(cache.iterdir())) == 1
+
+
 def test_few_weights_are_quantized_each_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1 << 26)
     leaves(MODEL, **Q4)
@@ -109,9 +135,9 @@ def test_one_of_several_processes_keeps_nothing(
 @pytest.mark.parametrize(
     ("refusal", "line"),
     [
-        (quantized_cache.NotWanted("JINFER_CACHE is off"), ""),
+        (CacheOffError("JINFER_CACHE=off"), ""),
         (
-            quantized_cache.NotCached("/x cannot be written to"),
+            NoCacheError("/x cannot be written to"),
             "jinfer: /x cannot be written to; weights are quantized at each start\n",
         ),
     ],
@@ -123,10 +149,10 @@ def test_no_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse() -> Path:
+    def refuse(name: str) -> Path:
         raise refusal
 
-    monkeypatch.setattr(quantized_cache, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "cache_folder", refuse)
     check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
     assert capsys.readouterr().err == line
 
@@ -177,3 +203,23 @@ def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
     for name, values in zip(model.names, load(plan), strict=True):
         for ours, wanted in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
             np.testing.assert_array_equal(ours, wanted)
+
+
+def test_key_depends_on_the_files_and_settings(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes((GOLDENS / "gguf_llama2" / "model.gguf").read_bytes())
+    first = key_of(open_checkpoint(path), "a")
+    assert first == key_of(open_checkpoint(path), "a") != key_of(open_checkpoint(path), "b")
+    (tmp_path / "other.gguf").write_bytes(b"another file")
+    assert key_of(open_checkpoint(path), "a") == first
+    os.utime(path, (0, 0))
+    assert key_of(open_checkpoint(path), "a") != first
+
+
+def test_key_depends_on_files_next_to_an_index(tmp_path: Path) -> None:
+    for path in MODEL.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    first = key_of(open_checkpoint(tmp_path))
+    (weights,) = tmp_path.glob("*.safetensors")
+    os.utime(weights, (0, 0))
+    assert key_of(open_checkpoint(tmp_path)) != first

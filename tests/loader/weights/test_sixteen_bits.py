@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
+from jinfer.cli.quantize.quantize_checkpoint import main as quantize
 from jinfer.cpu.build_library import isa, lowered_isa
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
@@ -23,7 +24,6 @@ from jinfer.quant import QuantizedTensor
 from tests.cpu.helpers import BF16
 from tests.loader.weights import loading
 from tests.loader.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
-from tools.quantize import main as quantize
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]
@@ -37,10 +37,10 @@ def open_model(name: str, **overrides: Any) -> LLM:
 
 def types(llm: LLM, *roles: str) -> set[str]:
     """The types of a model's parameters with these roles."""
-    model = llm._engine.model
-    for leaf, parameter in zip(llm._engine.parameters, model.parameters, strict=True):
+    model = llm._engine.runner.model
+    for leaf, parameter in zip(llm._engine.runner.parameters, model.parameters, strict=True):
         assert (leaf.shape, leaf.dtype) == (parameter.shape, parameter.dtype)
-    each = zip(llm._engine.parameters, model.roles, strict=True)
+    each = zip(llm._engine.runner.parameters, model.roles, strict=True)
     return {str(leaf.dtype) for leaf, role in each if role in roles}
 
 
@@ -103,7 +103,9 @@ def test_short_prompts_in_bf16_are_those_of_8_bits(keys: dict[str, Any]) -> None
 def test_whole_numbers_where_they_are_faster(name: str) -> None:
     with lowered_isa("avx2"):
         llm = open_model(name, dtype="auto")
-        quantized = [leaf for leaf in llm._engine.parameters if isinstance(leaf, QuantizedTensor)]
+        quantized = [
+            leaf for leaf in llm._engine.runner.parameters if isinstance(leaf, QuantizedTensor)
+        ]
         assert {leaf.format for leaf in quantized} == ({F16_AS_INT} if isa() == "avx2" else set())
         whole = llm.logits([IDS])[0]
         in_parts = np.concatenate([llm.logits([IDS[:n]])[0][-1:] for n in (1, 3, len(IDS))])
@@ -152,7 +154,10 @@ def test_a_rule_converts() -> None:
     rules = [{"match": "decoder.0.attn.q", "weights": "plain"}]
     llm = open_model("llama2", **{"quantization.rules": rules})
     each = zip(
-        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+        llm._engine.runner.model.names,
+        llm._engine.runner.parameters,
+        llm._engine.runner.model.roles,
+        strict=True,
     )
     wide = [name for name, leaf, role in each if role != "plain" and leaf.dtype == jnp.float32]
     assert wide == ["decoder.0.attn.q.weight"]
@@ -206,7 +211,10 @@ def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) 
     assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0
     llm = LLM(tmp_path / "out", dtype="float32")
     each = zip(
-        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+        llm._engine.runner.model.names,
+        llm._engine.runner.parameters,
+        llm._engine.runner.model.roles,
+        strict=True,
     )
     for name, leaf, role in each:
         if role != "plain":
@@ -223,5 +231,5 @@ def test_memory_holds_the_file_and_little_more(tmp_path: Path) -> None:
     file = made_up(tmp_path, SMALL, "BF16")
     assert peak(file) - file.stat().st_size < MORE
     llm = LLM(file)
-    there = sum(leaf.nbytes for leaf in jax.tree.leaves(llm._engine.parameters))
+    there = sum(leaf.nbytes for leaf in jax.tree.leaves(llm._engine.runner.parameters))
     assert there < 1.01 * file.stat().st_size

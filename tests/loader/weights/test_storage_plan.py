@@ -98,13 +98,13 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     plain = LLM(source, **whole)
     engine = quantized._engine
     # The same model, in full, with the weights that the codes stand for.
-    leaves = jax.device_get(engine.parameters)
+    leaves = jax.device_get(engine.runner.parameters)
     full = [leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf for leaf in leaves]
-    plain._engine.parameters = tuple(jax.device_put(full))
+    plain._engine.runner.parameters = tuple(jax.device_put(full))
     ours, wanted = quantized.logits([IDS])[0], plain.logits([IDS])[0]
     bound = 2e-4 if activations == "float" else 0.05 * np.abs(wanted).max()
     assert np.abs(ours - wanted).max() < bound
-    assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.parameters)
+    assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.runner.parameters)
 
 
 def test_quantized_parameters_take_the_memory_that_they_should() -> None:

@@ -68,7 +68,7 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
         wanted = tokens(llm, requests)
     with LLM(model, **keys, **plan) as llm:
         assert tokens(llm, requests) == wanted
-        programs = llm.session.engine.programs.pipeline
+        programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline)
         programs.timeline = timeline = Timeline()
         assert tokens(llm, requests) == wanted
@@ -207,5 +207,5 @@ def test_devices_that_the_cost_model_chooses() -> None:
     with opened("llama2", **KEYS) as llm:
         wanted = tokens(llm, requests)
     with opened("llama2", devices="auto", **KEYS) as llm:
-        assert isinstance(llm.session.engine.programs.pipeline, Pipeline)
+        assert isinstance(llm.session.engine.runner.programs.pipeline, Pipeline)
         assert tokens(llm, requests) == wanted

@@ -29,9 +29,9 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 @contextmanager
 def watched(llm: LLM) -> Iterator[list[bool]]:
     """Whether each table that was used names blocks of both places."""
-    programs, used = llm.session.engine.programs.pipeline, list[bool]()
+    programs, used = llm.session.engine.runner.programs.pipeline, list[bool]()
     assert isinstance(programs, Pipeline)
-    before = llm.session.engine.block_tables
+    before = llm.session.engine.runner.block_tables
 
     def block_tables(rows: int, sequences: Any) -> Any:
         found = before(rows, sequences)
@@ -42,15 +42,15 @@ def watched(llm: LLM) -> Iterator[list[bool]]:
                 used.append(any(b < first for b in here) and any(b >= first for b in here))
         return found
 
-    llm.session.engine.block_tables = block_tables  # type: ignore[method-assign]
+    llm.session.engine.runner.block_tables = block_tables  # type: ignore[method-assign]
     yield used
-    llm.session.engine.block_tables = before  # type: ignore[method-assign]
+    llm.session.engine.runner.block_tables = before  # type: ignore[method-assign]
 
 
 def long_answers(llm: LLM) -> Answers:
     """Of texts of several blocks."""
     rng = np.random.default_rng(5)
-    crosses = llm.session.engine.model.has_cross_attention
+    crosses = llm.session.engine.runner.model.has_cross_attention
     most = 100 if crosses else 200
     prompts = [rng.integers(4, 320, count).tolist() for count in (most, 70)]
     texts = [rng.integers(4, 320, 30).tolist() for _ in prompts]
@@ -69,7 +69,7 @@ def long_answers(llm: LLM) -> Answers:
 def bytes_on_host(llm: LLM) -> float:
     """The share of the cache's bytes that are not on the first device."""
     sizes = {True: 0, False: 0}
-    for leaf in jax.tree.leaves(llm.session.engine.cache):
+    for leaf in jax.tree.leaves(llm.session.engine.runner.cache):
         sizes[leaf.sharding.device_set == {jax.devices()[0]}] += leaf.nbytes
     return sizes[False] / sum(sizes.values())
 
@@ -85,7 +85,7 @@ def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
     with opened(golden, host_kv_cache=share, **small) as llm, watched(llm) as both:
         found = long_answers(llm)
         assert nothing_held(llm)
-        if ENCODER not in llm.session.engine.programs.sizes.blocks:
+        if ENCODER not in llm.session.engine.runner.programs.sizes.blocks:
             assert bytes_on_host(llm) == share
     assert found.tokens == whole.tokens
     for one, other in zip(found.logits, whole.logits, strict=True):
@@ -211,7 +211,7 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with LLM(model, **keys) as llm:
         (answer,) = llm.generate(prompts, params)
         logits = llm.logits(prompts)
-        leaves = llm.session.engine.weights
+        leaves = llm.session.engine.runner.weights
         whole = sum(leaf.nbytes for leaf in leaves)
     del leaves
     seen: list[int] = []
@@ -225,14 +225,16 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(WeightPrefetcher, "take", take)
     plan: dict[str, Any] = {"partition.devices": "0", "partition.streamed_layers": 8}
     with LLM(model, **keys, **plan) as llm:
-        programs: Any = llm.session.engine.programs.pipeline
+        programs: Any = llm.session.engine.runner.programs.pipeline
         before = on_device("device")
         (again,) = llm.generate(prompts, params)
         most, engine = max(seen), llm.session.engine
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.cache, engine.state)))
+        kept = sum(
+            leaf.nbytes for leaf in jax.tree.leaves((engine.runner.cache, engine.runner.state))
+        )
         others = llm.logits(prompts)
         streamed = [
-            sum(leaf.nbytes for leaf in llm.session.engine.leaves[stage.leaves])
+            sum(leaf.nbytes for leaf in llm.session.engine.runner.leaves[stage.leaves])
             for stage in programs.stages
             if stage.streamed
         ]

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jinfer.cli.inspect.inspect_partition import view
+from jinfer.cli.quantize.quantize_checkpoint import main as convert
 from jinfer.engine.requests import EngineError
 from tests.parallel.eight.models import GOLDENS, alone, answers, distance, opened, prompts
 from tests.test_goldens import CAUSAL
-from tools.inspect_partition import view
-from tools.quantize import main as convert
 
 QUANTIZED = {"dtype": "float32", "quantization": {"weights": "q8"}}
 
@@ -64,10 +64,10 @@ def test_a_converted_folder(tmp_path: Path) -> None:
 def test_each_device_has_its_own_part() -> None:
     """As much as the plan says, and together hardly more than the whole."""
     with opened("llama2", **{"quantization.weights": "q8"}) as llm:
-        whole = sum(leaf.nbytes for leaf in llm.session.engine.leaves)
+        whole = sum(leaf.nbytes for leaf in llm.session.engine.runner.leaves)
     with opened("llama2", devices="0&1;2&3", **{"quantization.weights": "q8"}) as llm:
         held: dict[jax.Device, int] = {}
-        for leaf in llm.session.engine.leaves:
+        for leaf in llm.session.engine.runner.leaves:
             for shard in leaf.addressable_shards:
                 held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     plan = view(str(GOLDENS / "llama2"), QUANTIZED, "0&1;2&3", "a100")
@@ -80,4 +80,4 @@ def test_each_device_has_its_own_part() -> None:
 
 def test_no_tool_takes_parts_for_the_whole() -> None:
     with opened("llama2", devices="0&1") as llm, pytest.raises(EngineError, match="in parts on"):
-        _ = llm.session.engine.parameters
+        _ = llm.session.engine.runner.parameters

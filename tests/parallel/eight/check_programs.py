@@ -19,7 +19,7 @@ _COLLECTIVES = re.compile(
 def collectives(golden: str, **keys: object) -> list[Counter[str]]:
     """Those of each stage's program for a step of eight sequences."""
     with opened(golden, **keys) as llm:
-        programs = llm.session.engine.programs.pipeline
+        programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline)
         rows = programs.lanes.rows
         batch = abstract_flat_batch(rows, rows + 1, abstract_tables(programs.sizes, rows))

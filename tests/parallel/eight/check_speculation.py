@@ -36,7 +36,7 @@ def placed(llm: LLM) -> list[set[jax.Device]]:
     speculation = llm.session.engine.speculator
     assert isinstance(speculation, SpeculativeDecoder)
     models = [one for one in speculation.drafters if isinstance(one, DraftModel)]
-    return [{device for leaf in one.leaves for device in leaf.devices()} for one in models]
+    return [{device for leaf in one.runner.leaves for device in leaf.devices()} for one in models]
 
 
 @pytest.mark.parametrize(

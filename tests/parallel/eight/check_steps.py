@@ -33,15 +33,15 @@ def test_a_new_step(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
             engine = llm.session.engine
             length = np.array([len(tokens)], np.int32)
             tables = {
-                name: np.zeros((1, engine.programs.sizes.table), np.int32)
-                for name in engine.programs.sizes.blocks
+                name: np.zeros((1, engine.runner.programs.sizes.table), np.int32)
+                for name in engine.runner.programs.sizes.blocks
             }
             positions = np.arange(len(tokens), dtype=np.int32)
             ids, rows = np.array(tokens, np.int32), np.zeros(len(tokens), np.int32)
             batch = FlatBatch(ids, rows, positions, length, 0 * length, tables)  # type: ignore[arg-type]
-            program = engine.programs.get(StepKey(kind, len(tokens), rows=1))
-            cache, values = program(engine.leaves, engine.cache, batch)
-            engine.set_cache(cache)
+            program = engine.runner.programs.get(StepKey(kind, len(tokens), rows=1))
+            cache, values = program(engine.runner.leaves, engine.runner.cache, batch)
+            engine.runner.set_cache(cache)
             found.append(np.asarray(values))
             np.testing.assert_allclose(values, llm.logits([tokens])[0].max(axis=-1), atol=1e-5)
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)

@@ -45,7 +45,7 @@ def answers(llm: LLM) -> Answers:
     asked = prompts(llm)
     if llm.spec.decoder is None:
         return Answers(llm.logits(asked), [])
-    crosses = llm.session.engine.model.has_cross_attention
+    crosses = llm.session.engine.runner.model.has_cross_attention
     logits = llm.logits([[2, 5, 9]] * 3, encoder_ids=asked) if crosses else llm.logits(asked)
     tokens = []
     for drawn in ({"temperature": 0}, {"temperature": 1.0, "seed": 7}):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
+from jinfer.modelspec.model_spec import Reasoning, ToolCalls
 from jinfer.server.tool_parsers.harmony import HARMONY
 from jinfer.server.tool_parsers.json_formats import (
     COMMAND,

@@ -35,7 +35,7 @@ _MAX_STATE = 1 << 16  # bytes of JSON
 
 
 def read_bitsandbytes(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each quantized module to its weight.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.
@@ -66,7 +66,7 @@ def _join_four_bits(module: ModuleTensors, kind: str) -> None:
     table = module.need("weight.quant_map", ("F32",), (16,))
     values = tuple(float(value) for value in table.read())
     absmax, parts = _absmax(module, state, blocks)
-    beside = (_STATE + kind,)
+    unneeded = (_STATE + kind,)
 
     def codes() -> np.ndarray:
         pairs = np.asarray(weight.read()).reshape(-1)
@@ -80,14 +80,14 @@ def _join_four_bits(module: ModuleTensors, kind: str) -> None:
             return absmax().reshape(*rows, inputs // block)
 
         found = GroupedCodes(shape, 4, block, codes, scales, values=values)
-        module.join(kind.upper(), (weight, *parts, table), found, beside=beside)
+        module.join(kind.upper(), (weight, *parts, table), found, unneeded=unneeded)
         return
 
     def decoded() -> np.ndarray:
         each = np.array(values, np.float32)[codes()].reshape(-1)
         return (each * np.repeat(absmax(), block)[:count]).reshape(shape)
 
-    module.join_values(kind.upper(), (weight, *parts, table), shape, decoded, beside=beside)
+    module.join_values(kind.upper(), (weight, *parts, table), shape, decoded, unneeded=unneeded)
 
 
 def _absmax(

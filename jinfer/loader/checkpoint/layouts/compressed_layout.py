@@ -45,7 +45,7 @@ _BITS = range(2, 9)
 
 
 def read_compressed(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each quantized module to its weight.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.
@@ -70,7 +70,7 @@ def read_compressed(table: TensorTable, settings: QuantSettings) -> None:
 
 
 def _weight_settings(settings: QuantSettings) -> list[QuantSettings]:
-    """What each group of modules says of its weights."""
+    """Return the weight settings of each group of modules."""
     tables = [settings]
     for key in ("transform_config", "sparsity_config"):
         inner = settings.inner(key)
@@ -90,7 +90,7 @@ def _block(weights: QuantSettings) -> Block | None:
 
 
 def _check_zero(module: ModuleTensors) -> None:
-    """Removes zero points, which floats have all 0."""
+    """Remove zero points, which floats have all 0."""
     zeros = module.need("weight_zero_point", ("I8", *WORDS, *INDICES, *FP8, *FLOATS))
     if zeros.read().astype(np.float32).any():
         reason = "is not 0: zero points of weights in FP8 are not read"
@@ -142,7 +142,7 @@ def _join_packed(module: ModuleTensors, weights: list[QuantSettings]) -> None:
         order=None if order is None else lambda: order,
     )
     parts = (packed, scales, zeros, indices)
-    module.join(f"INT{b} packed", parts, codes_of, beside=("weight_shape",))
+    module.join(f"INT{b} packed", parts, codes_of, unneeded=("weight_shape",))
 
 
 def _group_size(

@@ -1,4 +1,6 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel): codes packed along inputs, zero points along outputs.
+"""GPTQ and AWQ checkpoints: codes of groups, packed in words of 32 bits.
+
+GPTQ (AutoGPTQ, GPTQModel) packs codes along inputs, zero points along outputs.
 
 Of a matrix of o outputs and k inputs, in groups of g inputs and with b bits a code:
 
@@ -7,9 +9,15 @@ Of a matrix of o outputs and k inputs, in groups of g inputs and with b bits a c
     X.scales   [groups, o]
     X.g_idx    I32 [k]   the group of each input; where it is missing, input // g
 
-In the first version of the format the zero points are stored less 1 and wrap around; in the second
-(`gptq_v2`) as they are. With `sym` they are half of the levels, whatever is stored: writers differ.
-Where nothing is said of `sym`, the zero points count.
+The first version of the format stores zero points minus 1, which wrap around; the second
+(`gptq_v2`) stores them unchanged. With `sym` they are half of the levels, and the stored zero
+points, in which writers differ, are ignored. Without the key `sym` the stored zero points apply.
+
+AWQ (AutoAWQ, version GEMM) packs codes and zero points along outputs:
+
+    X.qweight  I32 [k, o / 8]        nibble i of word c is output 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+    X.qzeros   I32 [groups, o / 8]   in the same order
+    X.scales   [groups, o]
 """
 
 from __future__ import annotations
@@ -32,11 +40,11 @@ from jinfer.loader.checkpoint.layouts.module_tensors import (
 )
 
 _BITS = (2, 3, 4, 8)
-_FORMATS = {"": 1, "gptq": 1, "gptq_v2": 0}  # what zero points lack in the file
+_FORMATS = {"": 1, "gptq": 1, "gptq_v2": 0}  # added to the zero points in the file
 
 
 def read_gptq(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each quantized module to its weight.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.
@@ -48,15 +56,15 @@ def read_gptq(table: TensorTable, settings: QuantSettings) -> None:
 
 
 def read_gptq_modules(table: TensorTable, settings: QuantSettings, lacking: int) -> None:
-    """As `read_gptq`.
+    """Join the tensors of each module; see `read_gptq`.
 
     Args:
-        lacking: what zero points lack in the file.
+        lacking: added to the zero points in the file.
     """
     bits = settings.number("bits", among=_BITS)
     group = settings.number("group_size", default=-1)
     if group < 1 and group != -1:
-        raise settings.wrong("group_size", f"is {group}, but a size or -1 is wanted")
+        raise settings.wrong("group_size", f"is {group}, expected a size or -1")
     symmetric = settings.flag("sym", False)
     has_rules = bool(settings.value("dynamic")) or bool(settings.value("extra_config"))
     for module in table.modules("qweight"):
@@ -78,7 +86,7 @@ def _join(
         bits = next((b for b in _BITS if outputs * b == 32 * qzeros.shape[1]), bits)
     inputs = packed * 32 // bits
     if (qzeros is not None and 32 * qzeros.shape[1] != outputs * bits) or packed * 32 % bits:
-        reason = f"is {list(qweight.shape)}, which does not fit {bits} bits and the tensors beside"
+        reason = f"is {list(qweight.shape)}, which does not fit {bits} bits and the other tensors"
         raise module.fail("qweight", reason)
     group = _group_size(module, inputs, groups, group)
     order = _order(module, inputs, groups, group)
@@ -133,7 +141,7 @@ def _order(module: ModuleTensors, inputs: int, groups: int, group: int) -> np.nd
 
 
 def _drop_zero_biases(table: TensorTable) -> None:
-    """Removes biases that AutoGPTQ adds to modules without any: zeros, in each layer.
+    """Remove biases that AutoGPTQ adds to modules without any: zeros, in each layer.
 
     Those of modules whose weights are quantized, where all layers' are 0.
     """
@@ -153,7 +161,7 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_awq(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each quantized module to its weight.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.

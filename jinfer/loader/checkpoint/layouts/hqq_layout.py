@@ -1,10 +1,10 @@
 """HQQ checkpoints (half-quadratic quantization): codes packed by halves of a regrouped matrix.
 
 The matrix [o, k] is seen as [n, g], a group a row (axis 1), or [g, n], a group a column (axis 0).
-`X.W_q` U8 has row r of that in the high half of byte row r, and row r + n / 2 in the low half; with
-2 bits four quarters, the first one highest; 8 bits are plain; with 3 bits ten tenths in an I32, the
-first one in bits 27 to 29. `X.scale` and `X.zero` have a number for each group: (q - zero) * scale,
-where zero is a fraction. Settings lie beside them as small tensors.
+`X.W_q` U8 has its row r in the high half of byte row r, and row r + n / 2 in the low half; with
+2 bits four quarters, the first highest; 8 bits are plain; with 3 bits ten tenths in an I32, the
+first in bits 27 to 29. `X.scale` and `X.zero` have a number for each group: (q - zero) * scale,
+where zero is a fraction. Settings are small tensors of the same module.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _BITS = (2, 3, 4, 8)
 _NUMBERS = ("U8", "I8", "I16", "BOOL", *INDICES)
 _REFUSED = ("quant_scale", "quant_zero", "view_as_float")
 # Settings that are stored as tensors, and not needed.
-_BESIDE: tuple[str, ...] = ("nbits", "group_size", "shape", "axis", "packing")
-_BESIDE += ("unpack_view_dtype", "optimize")
-_BESIDE += ("round_zero", "channel_wise", "compute_dtype", "stores_quant_config")
-_BESIDE += ("encoded_state_dict", "offload_meta", "scale_quant_params", "zero_quant_params")
-_BESIDE += _REFUSED
+_UNNEEDED: tuple[str, ...] = ("nbits", "group_size", "shape", "axis", "packing")
+_UNNEEDED += ("unpack_view_dtype", "optimize")
+_UNNEEDED += ("round_zero", "channel_wise", "compute_dtype", "stores_quant_config")
+_UNNEEDED += ("encoded_state_dict", "offload_meta", "scale_quant_params", "zero_quant_params")
+_UNNEEDED += _REFUSED
 
 
 def read_hqq(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each quantized module to its weight.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.
@@ -81,7 +81,7 @@ def _join(module: ModuleTensors, params: QuantSettings) -> None:
             lambda: numbers(scale),
             zeros=lambda: numbers(zero),
         )
-        module.join(f"HQQ {bits} bits", (stored, scale, zero), found, beside=_BESIDE)
+        module.join(f"HQQ {bits} bits", (stored, scale, zero), found, unneeded=_UNNEEDED)
         return
 
     def decoded() -> np.ndarray:
@@ -91,7 +91,7 @@ def _join(module: ModuleTensors, params: QuantSettings) -> None:
         return values.reshape(outputs, inputs)
 
     module.join_values(
-        f"HQQ {bits} bits", (stored, scale, zero), (outputs, inputs), decoded, beside=_BESIDE
+        f"HQQ {bits} bits", (stored, scale, zero), (outputs, inputs), decoded, unneeded=_UNNEEDED
     )
 
 
@@ -109,9 +109,9 @@ def _unpack(stored: np.ndarray, bits: int, rows: int) -> np.ndarray:
 
 
 def _setting(module: ModuleTensors, params: QuantSettings, leaf: str, default: int) -> int:
-    """A number from the tensor beside the codes, or from config.json."""
+    """Return a number from the module's settings, or from config.json."""
     tensor = module.find(leaf, _NUMBERS)
     if tensor is not None and prod(tensor.shape) == 1:
         return int(tensor.read().reshape(-1)[0])
-    said = params.value(leaf)
-    return int(said) if isinstance(said, int) else default
+    value = params.value(leaf)
+    return int(value) if isinstance(value, int) else default

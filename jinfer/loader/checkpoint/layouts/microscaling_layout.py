@@ -1,8 +1,8 @@
-"""Floats of a few bits in small blocks: MXFP4 and NVFP4, pairs of E2M1 numbers in bytes; MXFP8.
+"""Floats of a few bits in small blocks: MXFP4 and NVFP4 (pairs of E2M1 in bytes), MXFP8; and MLX.
 
 MXFP4 (OCP Microscaling Formats 1.0) has a power of two, 2^(e - 127), for each block of 32 numbers;
-e = 255 is NaN. NVFP4 has a scale in E4M3 for each block of 16, and one of the tensor. Of two
-numbers in a byte the one in the low half comes first.
+e = 255 is NaN. NVFP4 has a scale in E4M3 for each block of 16, and a scale of the tensor. The low
+half of a byte is the first of its two numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def join_blocks(table: TensorTable) -> None:
 
 
 def _join_blocks(table: TensorTable, name: str, blocks: Tensor) -> None:
-    wanted = name.removesuffix(_BLOCKS) + _EXPONENTS
-    scales = table.find(wanted)
+    scales_name = name.removesuffix(_BLOCKS) + _EXPONENTS
+    scales = table.find(scales_name)
     if scales is None:
-        reason = f"there is no {wanted[:200]!r} with its scales: is a file missing?"
+        reason = f"there is no {scales_name[:200]!r} with its scales: is a file missing?"
         raise table.fail(name, reason)
     if scales.type not in _POWERS:
         kinds = " or ".join(_POWERS)
@@ -68,12 +68,12 @@ def _join_blocks(table: TensorTable, name: str, blocks: Tensor) -> None:
     )
     module = ModuleTensors(table, "")
     if len(shape) < 2:  # a single row
-        module.join_values("MXFP4_BLOCKS", (blocks, scales), shape, _one_row(found), leaf=name)
+        module.join_values("MXFP4_BLOCKS", (blocks, scales), shape, _as_row(found), leaf=name)
     else:
         module.join("MXFP4_BLOCKS", (blocks, scales), found, leaf=name)
 
 
-def _one_row(codes: GroupedCodes) -> Callable[[], np.ndarray]:
+def _as_row(codes: GroupedCodes) -> Callable[[], np.ndarray]:
     row = GroupedCodes(
         (1, *codes.shape),
         codes.bits,
@@ -137,17 +137,17 @@ def join_nvfp4(module: ModuleTensors, weight_leaf: str, global_leaf: str, *, div
     """`weight_leaf` U8 [*stack, o, k / 2], `weight_scale` E4M3 [*stack, o, k / 16], a global scale.
 
     Args:
-        divide: scales are divided by the global one, not multiplied.
+        divide: divide scales by the global scale instead of multiplying.
 
-    A `pre_quant_scale` [k], which activations are to be multiplied by, is multiplied into the
-    weights, which are decoded then.
+    A `pre_quant_scale` [k], a factor of the activations, is multiplied into the weights, which are
+    then decoded.
     """
     weight, shape = _halves(module, weight_leaf, _NV)
     scales = module.need("weight_scale", ("F8_E4M3",), (*shape[:-1], shape[-1] // _NV))
     whole = module.need(global_leaf, ("F32",))
     stack = shape[:-2]
     if whole.shape not in ((), (1,), stack, (*stack, 1)):
-        raise module.fail(global_leaf, f"is {list(whole.shape)}, but one number is wanted")
+        raise module.fail(global_leaf, f"is {list(whole.shape)}, expected a single number")
     before = module.find("pre_quant_scale", FLOATS, (shape[-1],))
 
     def factor() -> np.ndarray:
@@ -188,7 +188,7 @@ def _codes(
     scales: Callable[[], np.ndarray],
     unit: Callable[[], np.ndarray] | None = None,
 ) -> GroupedCodes:
-    """Of bytes [..., inputs / 2]."""
+    """Return the codes in bytes [..., inputs / 2]."""
 
     def codes() -> np.ndarray:
         pairs = np.asarray(halves())
@@ -213,7 +213,13 @@ _BITS = (2, 3, 4, 5, 6, 8)
 
 
 def read_mlx(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized module to its weight.
+    """Join the tensors of each module of MLX: codes, with a scale and a bias for each group.
+
+        X.weight  U32 [*stack, o, k b / 32]   a stream of bits along inputs, the lowest first
+        X.scales, X.biases   [*stack, o, k / g]
+
+    Embeddings and heads have the same format. Bits and size of a group are the same for all
+    modules, or given for each, in the table `quantization` of config.json.
 
     Raises:
         CheckpointError: settings or tensors that cannot be read.

@@ -17,12 +17,12 @@ INSTEAD = "use the original weights, or the model as GGUF"
 
 @dataclass(frozen=True)
 class QuantSettings:
-    """A table that says how weights are quantized.
+    """The quantization settings of a checkpoint (`quantization_config`).
 
     Attributes:
-        table: as it stands in the file.
+        table: its keys and values.
         path: the file, for errors.
-        name: the table's key in it, with dots; "": it is the file.
+        name: the table's key in the file, with dots; "": the file itself.
     """
 
     table: Mapping[str, Any]
@@ -30,7 +30,7 @@ class QuantSettings:
     name: str = "quantization_config"
 
     def value(self, key: str) -> Any:
-        """A value as it stands there; None if there is none."""
+        """Return a value; None if there is none."""
         return self.table.get(key)
 
     def text(self, key: str, default: str = "") -> str:
@@ -52,13 +52,13 @@ class QuantSettings:
         return value
 
     def number(self, key: str, *, among: Sequence[int] = (), default: int | None = None) -> int:
-        """A whole number, perhaps one of a few."""
+        """Return a whole number, which must be `among` these if they are given."""
         value = self.table.get(key, default)
         value = default if value is None else value
         if value is None:
             raise self.wrong(key, "is missing")
         if type(value) is not int or (among and value not in among):
-            choices = f", but {' or '.join(map(str, among))} is wanted" if among else ""
+            choices = f", expected {' or '.join(map(str, among))}" if among else ""
             raise self.wrong(key, f"is {str(value)[:40]!r}{choices}")
         return value
 
@@ -77,9 +77,9 @@ class QuantSettings:
 
     def refused(self, what: str) -> CheckpointError:
         """An error about a way to quantize that cannot be read."""
-        said = self.name or "it"
+        name = self.name or "it"
         return CheckpointError(
-            self.path, f"{said} says {what}, which jinfer does not read: {INSTEAD}"
+            self.path, f"{name} says {what}, which jinfer does not read: {INSTEAD}"
         )
 
     def _full(self, key: str) -> str:
@@ -92,7 +92,7 @@ INDICES = ("I32", "I64")
 
 
 class TensorTable:
-    """The tensors of a checkpoint, in which those of quantized modules become one each."""
+    """The tensors of a checkpoint, where the tensors of a quantized module are joined."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -105,12 +105,12 @@ class TensorTable:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the file says besides tensors."""
+        """The metadata of the file."""
         return self._checkpoint.metadata
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What there is now."""
+        """The current tensors by name."""
         return self._tensors
 
     def checkpoint(self) -> Checkpoint:
@@ -132,17 +132,17 @@ class TensorTable:
         return self._tensors.get(name)
 
     def take(self, name: str) -> None:
-        """Removes a tensor, if it is there."""
+        """Remove a tensor, if it is there."""
         self._tensors.pop(name, None)
 
     def drop(self, leaves: Iterable[str]) -> None:
-        """Removes all tensors of these last names: what a model computes the same without."""
+        """Remove all tensors of these last names: what a model computes the same without."""
         ends = tuple(f".{leaf}" for leaf in leaves)
         for name in [name for name in self._tensors if f".{name}".endswith(ends)]:
             del self._tensors[name]
 
     def put(self, tensor: Tensor) -> None:
-        """Adds or replaces one."""
+        """Add or replace a tensor."""
         self._tensors[tensor.name] = tensor
 
     def fail(self, name: str, reason: str) -> CheckpointError:
@@ -152,11 +152,11 @@ class TensorTable:
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The tensors of one module.
+    """The tensors of a module.
 
     Attributes:
         table: all tensors.
-        prefix: what their names begin with: "model.layers.0.self_attn.q_proj.".
+        prefix: the beginning of their names: "model.layers.0.self_attn.q_proj.".
     """
 
     table: TensorTable
@@ -178,20 +178,20 @@ class ModuleTensors:
         if tensor is None:
             return None
         if tensor.type not in types:
-            raise self.fail(leaf, f"is {tensor.type}, but {' or '.join(types)} is wanted")
+            raise self.fail(leaf, f"is {tensor.type}, expected {' or '.join(types)}")
         if shape is not None and not (
             len(tensor.shape) == len(shape)
             and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
         ):
-            wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            reason = f"is {list(tensor.shape)}, but [{wanted}] fits the tensors beside it"
+            expected = ", ".join("any" if size is None else str(size) for size in shape)
+            reason = f"is {list(tensor.shape)}, but [{expected}] fits the other tensors"
             raise self.fail(leaf, reason)
         return tensor
 
     def need(
         self, leaf: str, types: Sequence[str], shape: Sequence[int | None] | None = None
     ) -> Tensor:
-        """As `find`, but it has to be there."""
+        """Return a tensor as `find` does; raise if it is missing."""
         tensor = self.find(leaf, types, shape)
         if tensor is None:
             raise self.fail(
@@ -204,7 +204,7 @@ class ModuleTensors:
         return self.table.find(self.prefix + leaf) is not None
 
     def fail(self, leaf: str, reason: str) -> CheckpointError:
-        """An error about one of its tensors."""
+        """Return an error about a tensor of the module."""
         return self.table.fail(self.prefix + leaf, reason)
 
     def join(
@@ -213,17 +213,17 @@ class ModuleTensors:
         parts: Sequence[Tensor | None],
         codes: GroupedCodes,
         *,
-        beside: Iterable[str] = (),
+        unneeded: Iterable[str] = (),
         leaf: str = "weight",
     ) -> None:
-        """Replaces the parts by the matrix that they are.
+        """Replace the parts by the matrix.
 
         Args:
-            type_name: how it is stored, for people.
-            beside: last names of tensors that are not needed.
+            type_name: the storage type, for messages.
+            unneeded: last names of other tensors, which are dropped.
         """
         self.join_values(
-            type_name, parts, codes.shape, codes.dequantize, codes, beside=beside, leaf=leaf
+            type_name, parts, codes.shape, codes.dequantize, codes, unneeded=unneeded, leaf=leaf
         )
 
     def join_values(
@@ -234,18 +234,21 @@ class ModuleTensors:
         read: Callable[[], np.ndarray],
         codes: GroupedCodes | None = None,
         *,
-        beside: Iterable[str] = (),
+        unneeded: Iterable[str] = (),
         leaf: str = "weight",
         scaled: ScaledValues | None = None,
     ) -> None:
-        """As `join`, for a matrix that is decoded when it is read, or kept as `scaled` has it."""
+        """Replace the parts by a matrix that is decoded on reading, or kept as in `scaled`."""
         sources = tuple(part for part in parts if part is not None)
-        for name in (*(part.name for part in sources), *(self.prefix + each for each in beside)):
+        for name in (
+            *(part.name for part in sources),
+            *(self.prefix + other for other in unneeded),
+        ):
             self.table.take(name)
         # NaN and infinity are values like others.
         read = np.errstate(all="ignore")(read)
         if self.has(leaf):
-            raise self.fail(leaf, f"is there beside {sources[0].name[:200]!r}: which is meant?")
+            raise self.fail(leaf, f"exists as well as {sources[0].name[:200]!r}: which is meant?")
         self.table.put(
             Tensor(
                 self.prefix + leaf,

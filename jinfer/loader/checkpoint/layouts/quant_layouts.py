@@ -42,16 +42,16 @@ _MODELOPT += ("mixed_precision",)
 
 
 def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> Checkpoint:
-    """The checkpoint with one tensor for each quantized matrix, whatever it is stored as.
+    """Join the tensors of each quantized matrix.
 
-    Nothing but small tensors is read: indices, shapes, zeros. Names stay as they are in the file,
-    with "weight" as the last.
+    Only small tensors are read: indices, shapes, zeros. Names stay as they are in the file, and end
+    with "weight".
 
     Args:
-        settings: what it says of its quantization; None: nothing.
+        settings: its quantization settings; None if it has none.
 
     Raises:
-        CheckpointError: a layout that is not known, or tensors that do not fit it.
+        CheckpointError: an unknown layout, or tensors that do not fit it.
     """
     table = TensorTable(checkpoint)
     if settings is not None:
@@ -70,10 +70,10 @@ def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> 
 
 
 def method_of(settings: QuantSettings) -> str:
-    """The `quant_method`, or what follows from other keys where it is left out."""
-    said = settings.value("quant_method")
-    if said is not None:
-        return str(said)[:80].lower().replace("_", "-")
+    """Return the `quant_method`, inferred from other keys if it is missing."""
+    method = settings.value("quant_method")
+    if method is not None:
+        return str(method)[:80].lower().replace("_", "-")
     if any(str(key).startswith("load_in_") for key in settings.table):
         return "bitsandbytes"
     if {"group_size", "bits"} <= settings.table.keys():
@@ -114,10 +114,10 @@ def _read_quark(table: TensorTable, settings: QuantSettings) -> None:
 
 
 def _read_mxfp4(table: TensorTable, settings: QuantSettings) -> None:
-    """Nothing: its tensors are known by their names, also where nothing is said of them."""
+    """Do nothing: `join_blocks` recognizes these tensors by their names."""
 
 
-# A layout takes a checkpoint's tensors and its settings, and joins what belongs together.
+# A layout takes the tensors and settings of a checkpoint, and joins the tensors of each matrix.
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "gptq": read_gptq,

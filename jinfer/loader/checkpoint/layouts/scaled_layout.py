@@ -1,9 +1,13 @@
 """Scaled weights: numbers in FP8 or INT8, and their scales per tensor, row, block or group.
 
-`X.weight` [*stack, o, k] beside a tensor of scales, whose shape says what they are for: one number,
-[o, 1] or [o] rows, [ceil(o / B), ceil(k / C)] blocks of B x C (arXiv 2412.19437, section 3.3),
-[o, k / g] groups (MXFP8). Weights are multiplied by them, also where the name ends in "inv". Scales
-may be powers of two (E8M0), 2^(e - 127).
+`X.weight` [*stack, o, k] has a tensor of scales, whose shape tells their unit: a single number for
+the tensor, [o, 1] or [o] for rows, [ceil(o / B), ceil(k / C)] for blocks of B x C (arXiv
+2412.19437, section 3.3), [o, k / g] for groups (MXFP8). Weights are multiplied by them, even if the
+name ends in "inv". Scales may be powers of two (E8M0), 2^(e - 127).
+
+The scales of `X` are in `X_scale_inv` (DeepSeek, Transformers) or `X_scale` (AutoFP8, FBGEMM,
+modelopt, Quark), or in `.scale`, `.scales` or `.scale_weight` instead of `.weight`. Scales of
+activations and of the KV cache are dropped: both are computed in wider types.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ SCALES = (*FLOATS, "F8_E8M0", "U8")
 
 
 def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Block | None) -> None:
-    """Joins a matrix in FP8 with its scales: kept as it is, or decoded to float32 when it is read.
+    """Join a matrix in FP8 with its scales: kept as it is, or decoded to float32 when it is read.
 
     Args:
         block: rows and columns of a block, if scales are of blocks.
@@ -59,7 +63,7 @@ def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Bl
 
 
 def join_int8(module: ModuleTensors, scale_leaf: str, divided_by: float = 1.0) -> None:
-    """Joins a matrix in INT8 with its scales, and zero points if it has some: codes that are kept.
+    """Join a matrix in INT8 with its scales, and zero points if it has some: codes that are kept.
 
     Args:
         divided_by: what scales are divided by first.
@@ -102,7 +106,7 @@ def join_int8(module: ModuleTensors, scale_leaf: str, divided_by: float = 1.0) -
 
 
 def read_scale(tensor: Tensor) -> np.ndarray:
-    """Scales in float32, powers of two among them."""
+    """Scale in float32, powers of two among them."""
     if tensor.type == "U8":
         return tensor.read().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     return as_float32(tensor)
@@ -145,14 +149,14 @@ def _scale_shape(
         if scales in ((), (1,)):
             return (1,) * len(weight)
     sizes = f" in blocks of {block[0]} x {block[1]}" if block is not None else ""
-    said = "; look at quantization_config.weight_block_size" if block is not None else ""
-    raise module.fail(leaf, f"is {list(scales)}, which does not fit {list(weight)}{sizes}{said}")
+    hint = "; look at quantization_config.weight_block_size" if block is not None else ""
+    raise module.fail(leaf, f"is {list(scales)}, which does not fit {list(weight)}{sizes}{hint}")
 
 
 def _scaled_values(
     weight: Tensor, scales: Tensor, wide: tuple[int, ...], block: Block | None
 ) -> ScaledValues | None:
-    """What E4M3 is kept as; None for other types, and vectors."""
+    """Return E4M3 with its scales; None for other types, and for vectors."""
     if weight.type != FP8[0] or len(weight.shape) < 2 or 0 in weight.shape:
         return None
 
@@ -181,7 +185,7 @@ def _read_fp8(
     return values
 
 
-# Of activations and of the KV cache.
+# Scales of activations and of the KV cache.
 UNUSED_SCALES: tuple[str, ...] = ("input_scale", "activation_scale", "input_scale_ub")
 UNUSED_SCALES += ("output_scale", "scale_input", "scaled_fp8")
 UNUSED_SCALES += ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
@@ -196,16 +200,16 @@ _SAY_BLOCK = (
 
 
 def read_fp8(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins each matrix in FP8 with its scales.
+    """Join each matrix in FP8 with its scales.
 
     Raises:
-        CheckpointError: one has none, or they do not fit.
+        CheckpointError: scales are missing, or do not fit.
     """
     join_all_fp8(table, block_size(settings, "weight_block_size"))
 
 
 def block_size(settings: QuantSettings, key: str) -> Block | None:
-    """Rows and columns of a block; None where nothing is said."""
+    """Return the rows and columns of a block; None if the settings have none."""
     block = settings.value(key)
     if block is None:
         return None
@@ -216,17 +220,17 @@ def block_size(settings: QuantSettings, key: str) -> Block | None:
 
 
 def join_all_fp8(table: TensorTable, block: Block | None) -> None:
-    """As `read_fp8`.
+    """Join each matrix in FP8 with its scales; see `read_fp8`.
 
     Args:
-        block: rows and columns that share a scale, where there is one for each.
+        block: rows and columns of a block; None: scales have no blocks.
     """
     table.drop(UNUSED_SCALES)
     for name in _weights(table):
         scale = _scale_of(table, name)
         if scale is None:
-            wanted = f"there is no {name[:200] + _INVERSE!r} with its scales: is a file missing?"
-            raise table.fail(name, wanted)
+            reason = f"there is no {name[:200] + _INVERSE!r} with its scales: is a file missing?"
+            raise table.fail(name, reason)
         several = max((*_find(table, scale).shape, 1)) > 1
         if block is None and several and scale.endswith(_INVERSE):
             raise table.fail(scale, f"the size of its blocks is not known: {_SAY_BLOCK}")
@@ -235,20 +239,20 @@ def join_all_fp8(table: TensorTable, block: Block | None) -> None:
         if name.endswith(_INVERSE):
             weight = table.find(name.removesuffix(_INVERSE))
             if weight is None:
-                wanted = f"there is no {name.removesuffix(_INVERSE)[:200]!r} with its weights"
-                raise table.fail(name, f"{wanted}: is a file missing?")
+                reason = f"there is no {name.removesuffix(_INVERSE)[:200]!r} with its weights"
+                raise table.fail(name, f"{reason}: is a file missing?")
             reason = f"scales in {scales.type} for {weight.type}, but they are for {FP8[0]}"
             raise table.fail(name, reason)
 
 
 def join_undescribed_fp8(table: TensorTable) -> None:
-    """As `read_fp8`, where nothing says how weights are quantized.
+    """Join each matrix in FP8 with its scales, in a checkpoint without quantization settings.
 
-    Scales are applied where their shape leaves no choice: one number, one for each row of outputs,
-    or blocks of 128 x 128 in `X_scale_inv`. Where no tensor has any, all are numbers as they stand.
+    Scales are applied if their shape is unambiguous: a single number, a number for each row, or
+    blocks of 128 x 128 in `X_scale_inv`. If no tensor has scales, the numbers are the weights.
 
     Raises:
-        CheckpointError: other scales, or some tensors have scales and others none.
+        CheckpointError: other scales, or only some tensors have scales.
     """
     weights = _weights(table)
     modules = {name.removesuffix("weight") for name in weights if name.endswith(".weight")}
@@ -302,15 +306,18 @@ _SCALE = ".weight._scale"
 
 
 def is_quanto(name: str) -> bool:
-    """Whether a tensor is one of quanto's, which writes no settings into config.json."""
+    """Whether a tensor was written by quanto, which writes no settings to config.json."""
     return name.endswith((CODES, PACKED))
 
 
 def read_quanto(table: TensorTable) -> None:
-    """Joins each matrix with its scales.
+    """Join each matrix of optimum-quanto, `X.weight._data`, with its scales, `X.weight._scale`.
+
+    Matrices of 4 and 2 bits (`X.weight._data._data`) are refused: a group is a row of theirs, and
+    the file does not have the number of groups in a row of the matrix.
 
     Raises:
-        CheckpointError: one has none, they do not fit, or it has fewer than 8 bits.
+        CheckpointError: scales are missing or do not fit, or a matrix has fewer than 8 bits.
     """
     table.drop(("input_scale", "output_scale"))
     for name, tensor in list(table.tensors.items()):
@@ -321,7 +328,7 @@ def read_quanto(table: TensorTable) -> None:
             if name.endswith(ending):
                 own = name.removesuffix(ending) + usual
                 if table.find(own) is not None:
-                    raise table.fail(own, f"is there beside {name[:200]!r}: which is meant?")
+                    raise table.fail(own, f"exists as well as {name[:200]!r}: which is meant?")
                 table.take(name)
                 table.put(replace(tensor, name=own))
     for module in table.modules("weight", ("I8",)):

@@ -28,13 +28,13 @@ from jinfer.loader.checkpoint.layouts.module_tensors import (
 from jinfer.loader.checkpoint.layouts.scaled_layout import join_all_fp8, join_int8
 
 _CODES = re.compile(r"(.+\.)_([A-Za-z]\w*)_qdata")
-_LONGEST = 1 << 16  # of a tensor's metadata
+_LONGEST = 1 << 16  # characters of a tensor's metadata
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 _SCALED = ("Int8Tensor", "Float8Tensor")
 
 
 def read_torchao(table: TensorTable, settings: QuantSettings) -> None:
-    """Joins the tensors of each quantized matrix.
+    """Join the tensors of each quantized matrix.
 
     Raises:
         CheckpointError: a class that is not read, or tensors that do not fit it.
@@ -43,8 +43,8 @@ def read_torchao(table: TensorTable, settings: QuantSettings) -> None:
         if (found := _CODES.fullmatch(name)) is None:
             continue
         module, leaf = ModuleTensors(table, found[1]), found[2]
-        said = _metadata(table, module, leaf)
-        kind, own = said.get("_type"), said.get("_data")
+        metadata = _metadata(table, module, leaf)
+        kind, own = metadata.get("_type"), metadata.get("_data")
         if module.has(f"_{leaf}_act_pre_scale"):
             raise module.fail(f"_{leaf}_act_pre_scale", "scales of activations are not read")
         if kind in _SCALED:
@@ -61,19 +61,19 @@ def read_torchao(table: TensorTable, settings: QuantSettings) -> None:
 
 
 def _metadata(table: TensorTable, module: ModuleTensors, leaf: str) -> dict[str, Any]:
-    """What the file says of a matrix."""
+    """Return the metadata of a matrix."""
     text = table.metadata.get(module.prefix + leaf)
     try:
-        said = json.loads(text) if isinstance(text, str) and len(text) < _LONGEST else None
+        metadata = json.loads(text) if isinstance(text, str) and len(text) < _LONGEST else None
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+        metadata = None
+    if not isinstance(metadata, dict):
         raise module.fail(f"_{leaf}_qdata", f"__metadata__ does not say of what class {leaf} is")
-    return said
+    return metadata
 
 
 def _rename(module: ModuleTensors, leaf: str) -> None:
-    """Gives numbers and scales the names that others give them; zero points of 0 are left out."""
+    """Rename numbers and scales as other writers do; drop zero points that are all 0."""
     for ending, usual in (("qdata", ""), ("scale", "_scale"), ("zero_point", "_zero_point")):
         tensor = module.table.find(f"{module.prefix}_{leaf}_{ending}")
         if tensor is None:
@@ -81,12 +81,12 @@ def _rename(module: ModuleTensors, leaf: str) -> None:
         module.table.take(tensor.name)
         if ending != "zero_point" or np.any(tensor.read()):
             if module.has(leaf + usual):
-                raise module.fail(leaf + usual, f"is there beside {tensor.name[:200]!r}")
+                raise module.fail(leaf + usual, f"exists as well as {tensor.name[:200]!r}")
             module.table.put(replace(tensor, name=module.prefix + leaf + usual))
 
 
-def _join_unpacked(module: ModuleTensors, leaf: str, said: dict[str, Any]) -> None:
-    kind = said.get("target_dtype")
+def _join_unpacked(module: ModuleTensors, leaf: str, metadata: dict[str, Any]) -> None:
+    kind = metadata.get("target_dtype")
     bits = _BITS.get(str(kind.get("_data"))) if isinstance(kind, dict) else None
     if bits is None:
         raise module.fail(f"_{leaf}_qdata", f"its target_dtype is {str(kind)[:60]}: not read")

@@ -1,0 +1,1 @@
+"""`jinfer bench`: benchmarks that need no source tree."""

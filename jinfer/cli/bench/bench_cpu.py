@@ -1,0 +1,315 @@
+"""CPU benchmark, alone or against peers: `jinfer bench cpu MODEL.gguf...`.
+
+Peers are llama.cpp, if a Python has it (`--peer-python`), and another checkout of jinfer
+(`--beside`). All load the same file, or llama.cpp its own quantization of it (`--peer-type Q4_K_M`,
+with `--set quantization.weights=q4`: the cost of equal quality), each in a process of its own
+that waits while another works. They take turns, and a ratio is the median of the ratios of the
+rounds, because the machine's speed changes from minute to minute but hardly within a round. All use
+the cores of this process's affinity, so `taskset -c 0` measures one core.
+
+A decoding step reads all weights once. Its share of the bandwidth compares that with the memory's
+read rate at that time: it cannot exceed one, unless caches hold the weights. The memory is measured
+before and after each round too, as other machines on the same processor share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jinfer import progress
+from jinfer.cli.bench.engine_process import (
+    OWN,
+    PEER,
+    BenchTask,
+    EngineProcess,
+    EngineUnderTest,
+    TimedEngine,
+)
+from jinfer.cli.bench.llama_peer import answer_tasks, ask, command
+from jinfer.cli.bench.machine_info import counters, machine, others, read_rate
+from jinfer.cli.perplexity import parse_flat
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import run, write_json
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cpu.cores import usable_cores
+from jinfer.loader.checkpoint import open_checkpoint
+from jinfer.loader.open_model import open_files
+
+TASKS = tuple(
+    BenchTask(kind, n)
+    for kind, sizes in (("decode", (1, 4, 8, 16)), ("sample", (1, 8)), ("prefill", (64, 512)))
+    for n in sizes
+)
+# Measured only if named: they need more memory, or minutes.
+LARGE_TASKS = tuple(
+    BenchTask(kind, n)
+    for kind, sizes in (("decode", (32, 64)), ("prefill", (2000, 7900)), ("deep", (7900,)))
+    for n in sizes
+)
+
+
+def compare(
+    model: str, sides: Sequence[EngineUnderTest], rounds: int, tasks: Sequence[BenchTask]
+) -> dict[str, Any]:
+    """Measure all engines on a model, in turns; ratios are relative to the first.
+
+    Older checkouts that cannot sample would measure greedy decoding instead: tasks that an engine
+    does not announce are left out.
+    """
+    workers: list[EngineProcess] = []
+    try:
+        for side in sides:
+            workers.append(EngineProcess(side, model))
+        known = [worker.started.get("kinds", ("decode", "prefill")) for worker in workers]
+        unknown = [task for task in tasks if any(task.kind not in kinds for kinds in known)]
+        tasks = [task for task in tasks if task not in unknown]
+        rates: dict[str, dict[str, list[float]]] = {
+            task.name: {side.name: [] for side in sides} for task in tasks
+        }
+        bandwidth: dict[str, list[float]] = {task.name: [] for task in tasks}
+        for task in progress.track(tasks, Path(model).name, unit="task"):
+            for worker in workers:  # once unmeasured: programs compile, caches warm
+                worker.measure(task)
+            decodes = task.kind != "prefill"
+            readings = [read_rate(usable_cores())] if decodes else []
+            for _ in range(rounds):
+                for worker in workers:
+                    rates[task.name][worker.side.name].append(worker.measure(task))
+                if decodes:  # bandwidth before and after
+                    readings.append(read_rate(usable_cores()))
+                    bandwidth[task.name].append(statistics.mean(readings[-2:]))
+        memory = {worker.side.name: worker.close() for worker in workers}
+    finally:
+        for worker in workers:
+            worker.stop()
+    return {
+        "model": model,
+        "started": {worker.side.name: worker.started for worker in workers},
+        "memory": memory,
+        "left_out": [task.name for task in unknown],
+        "tasks": {
+            name: {**summary(each, sides[0].name), "bandwidth": bandwidth[name], "rounds": each}
+            for name, each in rates.items()
+        },
+    }
+
+
+def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
+    """Medians of each engine, and of the rounds' ratios of our own rate to each other's."""
+    ratios = {
+        name: [mine / theirs for mine, theirs in zip(rates[own], others, strict=True)]
+        for name, others in rates.items()
+        if name != own
+    }
+    return {
+        "rates": {name: statistics.median(each) for name, each in rates.items()},
+        "ratios": {
+            name: {"ratio": statistics.median(each), "least": min(each), "most": max(each)}
+            for name, each in ratios.items()
+        },
+    }
+
+
+def step_bytes(model: str) -> int | None:
+    """Bytes of weights read per step, without lookup-only tables; None if experts are chosen.
+
+    As stored in the file, which both engines compute on directly.
+    """
+    tensors = dict(open_checkpoint(model).tensors)
+    if any("_exps" in name for name in tensors):
+        return None
+    if "output.weight" in tensors:
+        tensors.pop("token_embd.weight", None)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def add_shares(result: dict[str, Any], read: int) -> None:
+    """Add the share of the memory bandwidth to each decode result, the median of the rounds.
+
+    Args:
+        read: bytes of a step.
+    """
+    for name, row in result["tasks"].items():
+        if row["bandwidth"] and not name.startswith("deep"):  # which reads the KV cache, too
+            rows = int(name.split()[1])
+            row["shares"] = {
+                side: statistics.median(
+                    read * rate / rows / bandwidth
+                    for rate, bandwidth in zip(rates, row["bandwidth"], strict=True)
+                )
+                for side, rates in row["rounds"].items()
+            }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    lines = []
+    for result in results:
+        own, *theirs = result["started"]
+        heads = [f"{own} tokens/s (of the bandwidth)"]
+        heads += [head for name in theirs for head in (f"{name} tokens/s", "ratio (least-most)")]
+        lines += ["", Path(result["model"]).name, "", f"| | {' | '.join(heads)} |"]
+        lines.append("|" + "---|" * (1 + len(heads)))
+        for name, row in result["tasks"].items():
+            cells = [name, _rate(row, own)]
+            for side in theirs:
+                ratio = row["ratios"][side]
+                spread = f"{ratio['ratio']:.2f} ({ratio['least']:.2f}-{ratio['most']:.2f})"
+                cells += [_rate(row, side), spread]
+            lines.append(f"| {' | '.join(cells)} |")
+        for key, part, words in (
+            ("seconds", "started", "start to first token, s"),
+            ("rss", "memory", "peak memory, MiB"),
+        ):
+            mine = result[part][own][key]
+            cells = [words, f"{mine:.2f}"]
+            for side in theirs:
+                other = result[part][side][key]
+                cells += [f"{other:.2f}", f"{mine / other:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rate(row: Mapping[str, Any], side: str) -> str:
+    share = f" ({row['shares'][side]:.0%})" if "shares" in row else ""
+    return f"{row['rates'][side]:.1f}{share}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
+    options = _parser().parse_args(arguments)
+    if options.worker:  # the parent process shows progress
+        progress.show(False)
+    return run(_work if options.worker else _run, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
+        description="Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
+    )
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one")
+    add("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)")
+    add("--only", action="append", default=[], metavar="TASK", choices=_words(),
+        help=f"only this: {', '.join(_words())}")  # fmt: skip
+    add("--peer-python", metavar="FILE", help="a Python with llama_cpp (this Python, if it has it)")
+    add("--peer-type", action="append", default=[], metavar="TYPE",
+        help="quantize the model with llama.cpp to this type; may be repeated")  # fmt: skip
+    add("--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--json", metavar="FILE", help="also write the results as JSON")
+    add("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS)
+    return parser
+
+
+def _words() -> list[str]:
+    return [task.name.replace(" ", "") for task in (*TASKS, *LARGE_TASKS)]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    models = [_file(model) for model in options.models]
+    chosen = options.only or [task.name.replace(" ", "") for task in TASKS]
+    tasks = [t for t in (*TASKS, *LARGE_TASKS) if t.name.replace(" ", "") in chosen]
+    before, found = counters(), []
+    changed = any(text.startswith(("quantization", "dtype")) for text in options.set)
+    stored = not (changed or options.peer_type)
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            sides = _sides(options, tasks, model, Path(folder))
+            result = compare(model, sides, options.rounds, tasks)
+        if stored and (read := step_bytes(model)) is not None:
+            add_shares(result, read)
+        found.append(result)
+    bandwidth = [
+        rate for one in found for row in one["tasks"].values() for rate in row["bandwidth"]
+    ] or [read_rate(usable_cores())]
+    load = others(before, counters())
+    print(json.dumps(machine()))
+    least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
+    print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
+    print("load by other processes: unknown" if load is None else str(load))
+    if len(found[0]["started"]) == 1:
+        print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")
+    if left_out := found[0]["left_out"]:
+        print(f"left out, because not every engine knows it: {', '.join(left_out)}")
+    print(table(found))
+    if options.json:
+        others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
+        report = {"machine": machine(), "others": others_load, "results": found}
+        write_json(options.json, report)
+    return 0
+
+
+def _file(source: str) -> str:
+    """The GGUF file of a model, as an absolute path, for engines in other folders."""
+    path = open_files(source, {}).weights
+    if open_checkpoint(path).format != "gguf":
+        raise OSError(f"{path}: is no GGUF file")
+    return str(path.resolve())
+
+
+def _room(tasks: Sequence[BenchTask]) -> list[str]:
+    """The engine's keys, where tasks need more sequences or positions than usual."""
+    rows = max([16, *(task.size for task in tasks if task.kind in ("decode", "sample"))])
+    tokens = max([0, *(task.size for task in tasks if task.kind in ("prefill", "deep"))])
+    context = [] if tokens < 900 else ["engine.context=8192"]
+    return context if rows == 16 else [*context, f"engine.slots={rows}"]
+
+
+def _sides(
+    options: argparse.Namespace, tasks: Sequence[BenchTask], model: str, folder: Path
+) -> list[EngineUnderTest]:
+    """The engines under test, our own first.
+
+    Args:
+        folder: for llama.cpp's quantized copies of the model.
+    """
+    keys = [*_room(tasks), *options.set]
+    python, passed = sys.executable, tuple(word for text in keys for word in ("--set", text))
+    own = (python, "-P", "-m", "jinfer", "bench", "cpu", "--worker", OWN)
+    sides = [EngineUnderTest(OWN, own, passed)]
+    peer = options.peer_python or (python if find_spec("llama_cpp") else None)
+    if options.peer_type and not peer:
+        raise OSError("--peer-type: no Python with llama_cpp makes it; name one by --peer-python")
+    if peer:
+        theirs = EngineUnderTest(PEER, tuple(command(peer)), (str(usable_cores()),))
+        for kind in options.peer_type:
+            made = str(folder / f"{kind}.gguf")
+            ask(peer, {"quantize": [model, made, kind]})
+            sides.append(replace(theirs, name=f"{PEER} {kind}", model=made))
+        if not options.peer_type:
+            sides.append(theirs)
+    if options.beside:
+        other = options.beside.resolve()
+        if not (other / "jinfer" / "__main__.py").is_file():
+            raise OSError(f"--beside {options.beside}: is no checkout of jinfer")
+        there = (python, "-m", "jinfer", "bench", "cpu", "--worker", OWN)
+        sides.append(EngineUnderTest(f"{OWN} in {other.name}", there, passed, other))
+    return sides
+
+
+def _work(options: argparse.Namespace) -> int:
+    overrides: dict[str, Any] = {"engine.slots": 16, "engine.context": 1024}
+    for text in options.set:
+        overrides |= parse_flat(text)
+    return answer_tasks(lambda: TimedEngine(options.models[0], overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`jinfer inspect`: what a checkpoint is, and which tensor is which parameter."""

@@ -1,0 +1,1 @@
+"""Spec proposals: a first specification for a checkpoint that no family matches."""

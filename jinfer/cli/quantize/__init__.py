@@ -1,0 +1,1 @@
+"""`jinfer quantize` and `jinfer rotate`: write checkpoints."""

@@ -1,1 +1,0 @@
-"""`jinfer client`: talks to an OpenAI-compatible server. Nothing here imports JAX."""

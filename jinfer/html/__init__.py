@@ -1,0 +1,1 @@
+"""HTML and SVG: pages, tables, drawings and token texts that views and reports share."""

@@ -1,1 +1,0 @@
-"""Markup: the stylesheet, script and elements that all views in HTML and SVG share."""

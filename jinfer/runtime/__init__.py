@@ -1,1 +1,0 @@
-"""Starting a process, and running compiled programs in it."""

@@ -1,0 +1,1 @@
+"""Start-up of a process: imports, source files of cache keys, thread priorities."""
