@@ -73,7 +73,7 @@ PRIVATE_JAX = {
 
 # Modules that name others in strings, which are imported later, and why.
 NAMES_IN_STRINGS = {
-    "jinfer/cli/command_registry.py": "a command is imported when it runs",
+    "jinfer/cli/entry_point.py": "a command is imported when it runs",
     "jinfer/cli/prog_name.py": "the name of the module that runs is compared, not imported",
 }
 
