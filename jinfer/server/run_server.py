@@ -28,8 +28,7 @@ from jinfer.loader.sources import check_places
 from jinfer.server.app import build_app
 from jinfer.server.core.service import Service
 from jinfer.server.http import request_log
-from jinfer.server.http.client_shares import connection_limit, raise_descriptor_limit
-from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.client_shares import FairAccept, connection_limit, raise_descriptor_limit
 from jinfer.server.http.server_settings import ModelSource
 from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of

@@ -77,7 +77,7 @@ class Watch:
                 self.alone[seed] = await self._answer(http, seed)
 
     async def watch(self, streams: int, seconds: float) -> None:
-        """Streams one answer after the other, and checks the health meanwhile."""
+        """Stream answers in sequence, and check the health meanwhile."""
         end = time.monotonic() + seconds
         async with self._client() as http:
             each = (self._stream(http, number, end) for number in range(streams))

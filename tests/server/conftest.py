@@ -1,4 +1,4 @@
-"""A server with the demonstration model, shared by the tests of a process."""
+"""Fixtures: a server with the demonstration model, shared by the tests of a process."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _shared_programs(shared_programs: None) -> None:
-    """The tests of the server open the same few models in many ways."""
+    """Share compiled programs: the tests open the same few models."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def client(smol: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def strict(smol: Running) -> Iterator[Running]:
-    """The same server as if it had been started with --strict."""
+    """Make the shared server strict."""
     service = smol.service
     object.__setattr__(service.settings, "strict", True)
     service.models._any_name = False
@@ -40,7 +40,7 @@ def strict(smol: Running) -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test no block of the cache is held, and nobody runs or waits."""
+    """Check after each test that no request holds blocks, runs or waits."""
     yield
     if "smol" in request.fixturenames:
         running: Running = request.getfixturevalue("smol")

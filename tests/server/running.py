@@ -1,4 +1,4 @@
-"""A server on a thread of the test's own process."""
+"""Test server: runs on a thread of the test process."""
 
 import contextlib
 import threading
@@ -25,43 +25,43 @@ SMOL = ModelSource("smol", str(ROOT / "specs" / "smollm2_135m_instruct.toml"), {
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        url: where it is.
-        service: what it is made of.
+        url: base URL.
+        service: the service.
     """
 
     url: str
     service: Service
 
-    def hosted(self, name: str | None = None) -> ServedModel:
-        """One of its models."""
+    def model(self, name: str | None = None) -> ServedModel:
+        """Return a model by its name."""
         return self.service.models.by_name(name)
 
     def held(self, name: str | None = None) -> int:
-        """Blocks of the cache that somebody holds, once the engine has seen to all messages."""
-        if self.hosted(name).llm_or_none is None:  # which is not loaded yet
+        """Count the KV cache blocks that requests hold, once the engine has read all messages."""
+        if self.model(name).llm_or_none is None:  # not loaded yet
             return 0
-        llm = self.hosted(name).llm
+        llm = self.model(name).llm
         llm.session.thread.run(lambda engine: None)
         return llm.stats().blocks_held
 
     def holds_nothing(self, name: str | None = None, seconds: float = 20) -> bool:
-        """Whether no block is held and nobody runs or waits: soon, as a client leaves unheard."""
+        """Wait until no request holds blocks, runs or waits; return whether that happened."""
         end = time.monotonic() + seconds
         while (left := self.held(name) or self._requests(name)) and time.monotonic() < end:
             time.sleep(0.01)
         return not left
 
     def _requests(self, name: str | None) -> int:
-        if (llm := self.hosted(name).llm_or_none) is None:
+        if (llm := self.model(name).llm_or_none) is None:
             return 0
         stats = llm.stats()
         return stats.running + stats.waiting
 
     def client(self, **more: Any) -> httpx.Client:
-        """A client of it."""
+        """Create a client."""
         return httpx.Client(base_url=self.url, timeout=120, **more)
 
 
@@ -73,7 +73,7 @@ def serving(
     wait: bool = True,
     protocol: type[BoundedProtocol] = BoundedProtocol,
 ) -> Iterator[Running]:
-    """A server with these models; waits until they are there."""
+    """Run a server with models; wait until they are loaded."""
     registry = models if isinstance(models, ModelRegistry) else ModelRegistry(tuple(models))
     app = build_app(registry, settings or ServerSettings(warm_up=False))
     server = uvicorn.Server(
@@ -104,7 +104,7 @@ def serving(
 
 
 def service_of(app: Any) -> Service:
-    """What an app is made of, behind whatever surrounds it."""
+    """Return the service of an app, behind its middleware."""
     while not hasattr(app, "state"):
         app = app.app
     return app.state.service

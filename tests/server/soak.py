@@ -27,7 +27,7 @@ ENDS: dict[str, Callable[[str], bool]] = {
 
 @dataclass
 class Soak:
-    """Many clients at a time against one service.
+    """Many concurrent clients of a service.
 
     Attributes:
         url: where it is.
@@ -83,7 +83,7 @@ class Soak:
         return {"messages": messages, "max_tokens": rng.randint(1, 40), "stream": True, **more}
 
     def _asked(self, rng: random.Random, **more: Any) -> tuple[str, dict[str, Any]]:
-        """A route and a body for it, of one of the interfaces."""
+        """A route of an interface, and a body for it."""
         body = self._body(rng) | more
         kind = rng.choice(self.interfaces)
         self.asked[kind] += 1
@@ -127,7 +127,7 @@ class Soak:
                     return
 
     async def _hurries(self, http: httpx.AsyncClient, rng: random.Random) -> None:
-        """Has no time, and asks for a whole answer."""
+        """A client without time that requests a whole answer."""
         path, body = self._asked(rng, stream=False)
         try:
             answer = await http.post(path, json=body, timeout=rng.uniform(0.01, 1.0))

@@ -54,7 +54,7 @@ def npy(values: np.ndarray) -> dict[str, str]:
 
 
 def test_fields_are_those_of_python(running: Running) -> None:
-    llm = running.hosted().llm
+    llm = running.model().llm
     (trace,) = llm.trace([PROMPTS[1]], "decoder.0.x")
     patch = trace["decoder.0.x"][:2]
     steer = {"name": STREAM, "scale": 2.0, "tokens": "answer"}
@@ -90,7 +90,7 @@ def test_fields_are_those_of_python(running: Running) -> None:
 
 
 def test_chat(running: Running) -> None:
-    llm, steer = running.hosted().llm, {"name": STREAM, "vector": VECTOR.tolist()}
+    llm, steer = running.model().llm, {"name": STREAM, "vector": VECTOR.tolist()}
     expected = llm.chat("Hello", **KEYS, steer=Steer(STREAM, VECTOR), capture=[STREAM, HEADS])
     messages = [{"role": "user", "content": "Hello"}]
     asked: dict[str, Any] = {"messages": messages, "steer": [steer], "return_token_ids": True}
@@ -189,7 +189,7 @@ def test_bytes_are_bounded(running: Running) -> None:
         object.__setattr__(service, "settings", SETTINGS)
 
 
-def test_off_unless_asked_for(running: Running) -> None:
+def test_inspection_is_off_by_default(running: Running) -> None:
     service = running.service
     object.__setattr__(service, "settings", replace(SETTINGS, allow_inspection=False))
     try:

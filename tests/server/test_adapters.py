@@ -84,7 +84,7 @@ def test_errors(running: Running, path: str, body: dict[str, Any], status: int, 
     assert said in answer.json()["error"]["message"]
 
 
-def test_routes_are_off_unless_asked_for(running: Running) -> None:
+def test_adapter_routes_are_off_by_default(running: Running) -> None:
     settings = running.service.settings
     object.__setattr__(running.service, "settings", replace(settings, runtime_adapters=False))
     for name, body in (("load", {"lora_path": "x"}), ("unload", {})):

@@ -1,4 +1,4 @@
-"""Keys: which headers have one that is known."""
+"""API keys: headers that are accepted."""
 
 import pytest
 

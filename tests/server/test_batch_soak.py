@@ -1,4 +1,4 @@
-"""A batch beside people who wait for first tokens, and a server that is killed with one."""
+"""A batch during interactive requests, and a killed server with a batch."""
 
 import contextlib
 import json
@@ -66,7 +66,7 @@ def first_tokens(client: httpx.Client, count: int, seed: int) -> list[float]:
     return found
 
 
-def test_first_tokens_beside_a_batch(tmp_path: Path) -> None:
+def test_first_tokens_during_a_batch(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         first_tokens(client, 5, 0)
         alone = first_tokens(client, 40, 1)

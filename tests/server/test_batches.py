@@ -164,7 +164,7 @@ class Models:
 
 
 class Folder:
-    """A folder of files and batches, as one server after another has it."""
+    """A folder of files and batches, reused by later servers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -188,7 +188,7 @@ class Folder:
         return self.batches.create(fields, seconds)["id"]
 
     async def run(self, answer: Callable[[BatchLine], Any]) -> None:
-        """Runs batches until all have ended, or an answer says that the server is killed.
+        """Run batches until all have ended, or an answer kills the server.
 
         Args:
             answer: a line's answer; None: it is killed; "late": it does not come.

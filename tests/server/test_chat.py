@@ -1,4 +1,4 @@
-"""Chat completions, as openai-python asks for them."""
+"""Chat completions, through openai-python."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_given_back_as_it_came(smol: Running) -> None:
-    """With what OpenAI's answers have beside their text."""
+    """Fields of OpenAI's answers other than the text."""
     answered: dict[str, object] = {
         "role": "assistant",
         "content": ANSWER,
@@ -82,7 +82,7 @@ def test_the_form_of_a_stream(smol: Running) -> None:
 
 
 def test_usage_in_every_piece(smol: Running) -> None:
-    """As vLLM has it: each piece has more tokens than the one before, the last one the reason."""
+    """As in vLLM: each chunk has more tokens than the previous, the last has the finish reason."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "stream": True}
     with smol.client() as http:
@@ -213,7 +213,7 @@ def test_a_whole_conversation(client: openai.OpenAI, smol: Running) -> None:
         temperature=0,
         max_tokens=20,
     )
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     messages = [
         {"role": "system", "content": "You answer briefly."},
         {"role": "user", "content": "My name is Ada."},
@@ -229,7 +229,7 @@ def test_a_whole_conversation(client: openai.OpenAI, smol: Running) -> None:
 def test_prompt_log_probabilities(smol: Running) -> None:
     body = {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
     answer = httpx.post(f"{smol.url}/v1/chat/completions", json=body, timeout=60).json()
-    ids = smol.hosted().llm.encode_chat([{"role": "user", "content": "Hello"}])
+    ids = smol.model().llm.encode_chat([{"role": "user", "content": "Hello"}])
     assert answer["prompt_token_ids"] == ids
     assert len(answer["prompt_logprobs"]) == len(ids)
     assert all(

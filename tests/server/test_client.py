@@ -98,7 +98,7 @@ def test_flags(ask: Any) -> None:
 
 
 def test_a_text_without_a_template(ask: Any, smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     wanted = llm.generate("Once upon a time", max_tokens=8, strategy="greedy")[0].text
     assert ask("Once", "upon a time", "--raw", *SHORT)[:2] == (0, wanted + "\n")
     found = json.loads(ask("Once upon a time", "--raw", "--json", "--logprobs", "2", *SHORT)[1])
@@ -276,7 +276,7 @@ def test_ctrl_c_stops_an_answer(smol: Running) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
     end = time.monotonic() + 20
-    while smol.hosted().llm.stats().running and time.monotonic() < end:
+    while smol.model().llm.stats().running and time.monotonic() < end:
         time.sleep(0.02)
 
 

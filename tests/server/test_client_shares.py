@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.http.client_shares import Shares, client_address, connection_limit
-from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.client_shares import FairAccept, Shares, client_address, connection_limit
 
 
 @dataclass(eq=False)
@@ -77,7 +76,7 @@ class Noted(asyncio.Protocol):
 
 
 def accepted(wait: int, *, limit: int = 1000, most: int = 1000) -> tuple[list[str], int]:
-    """Addresses in their order, of 100 connections of one and then 2 of another; and the total."""
+    """Order of set up of 100 connections of an address and 2 of another; and the total."""
     noted, shares = Noted(), Shares[Any](limit)
 
     async def accept() -> None:

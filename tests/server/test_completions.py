@@ -1,4 +1,4 @@
-"""Completions of texts: OpenAI's form, vLLM's fields, and what lm-eval asks for."""
+"""Text completions: OpenAI's format, vLLM's fields, and requests of lm-eval."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def asked(smol: Running, **body: Any) -> dict[str, Any]:
 
 def test_a_text(client: openai.OpenAI, smol: Running) -> None:
     answer = client.completions.create(model="smol", prompt=TEXT, temperature=0, max_tokens=8)
-    expected = smol.hosted().llm.generate([TEXT], SamplingParams(max_tokens=8))[0]
+    expected = smol.model().llm.generate([TEXT], SamplingParams(max_tokens=8))[0]
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == "length"
     assert answer.id.startswith("cmpl-")
@@ -31,17 +31,17 @@ def test_a_text(client: openai.OpenAI, smol: Running) -> None:
     assert answer.usage.completion_tokens == 8
 
 
-def test_sixteen_tokens_if_nothing_is_said(smol: Running) -> None:
+def test_sixteen_tokens_by_default(smol: Running) -> None:
     assert asked(smol, prompt=TEXT, ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
 def test_several_prompts(client: openai.OpenAI, smol: Running) -> None:
     prompts = [f"{number} and {number + 1} are" for number in range(20)]
     answer = client.completions.create(model="smol", prompt=prompts, temperature=0, max_tokens=4)
-    expected = smol.hosted().llm.generate(prompts, SamplingParams(max_tokens=4))
+    expected = smol.model().llm.generate(prompts, SamplingParams(max_tokens=4))
     assert [choice.text for choice in answer.choices] == [one.text for one in expected]
     assert [choice.index for choice in answer.choices] == list(range(20))
-    ids = [smol.hosted().llm.encode(prompt) for prompt in prompts]
+    ids = [smol.model().llm.encode(prompt) for prompt in prompts]
     again = client.completions.create(model="smol", prompt=ids, temperature=0, max_tokens=4)
     assert [choice.text for choice in again.choices] == [one.text for one in expected]
     assert again.usage is not None
@@ -51,7 +51,7 @@ def test_several_prompts(client: openai.OpenAI, smol: Running) -> None:
 
 
 def test_a_stream(client: openai.OpenAI, smol: Running) -> None:
-    expected = smol.hosted().llm.generate([TEXT, "One, two,"], SamplingParams(max_tokens=6))
+    expected = smol.model().llm.generate([TEXT, "One, two,"], SamplingParams(max_tokens=6))
     chunks = client.completions.create(
         model="smol",
         prompt=[TEXT, "One, two,"],
@@ -71,7 +71,7 @@ def test_a_stream(client: openai.OpenAI, smol: Running) -> None:
 
 
 def test_echo_and_log_probabilities(smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     ids = llm.encode(TEXT)
     answer = asked(smol, prompt=TEXT, echo=True, logprobs=3, max_tokens=2)
     (choice,) = answer["choices"]
@@ -97,7 +97,7 @@ def test_echo_and_log_probabilities(smol: Running) -> None:
 def test_offsets_are_in_characters_of_the_text(smol: Running, ids: bool, stream: bool) -> None:
     """Tokens inside a character have its offset, and none is beyond the text."""
     text = "naïve 😀 café 한국"
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     prompt = llm.encode(text) if ids else text
     more = {"temperature": 0, "logprobs": 0, "stop": [" is"], "max_tokens": 6}
     if stream:
@@ -134,7 +134,7 @@ def test_offsets_of_the_end_of_a_prompt(smol: Running) -> None:
 @pytest.mark.parametrize("most", [0, 1])
 def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
     """Its `local-completions` reads the log-probabilities of a prompt's end."""
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     context, end = llm.encode("The sky is"), llm.encode(" blue")
     answer = asked(
         smol,
@@ -154,7 +154,7 @@ def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
 
 
 def test_prompt_log_probabilities(smol: Running) -> None:
-    ids = smol.hosted().llm.encode(TEXT)
+    ids = smol.model().llm.encode(TEXT)
     choice = asked(smol, prompt=TEXT, prompt_logprobs=2, max_tokens=1)["choices"][0]
     found = choice["prompt_logprobs"]
     assert found[0] is None
@@ -164,7 +164,7 @@ def test_prompt_log_probabilities(smol: Running) -> None:
 
 
 def test_ids_of_an_answer(smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     choice = asked(smol, prompt=TEXT, return_token_ids=True, max_tokens=3)["choices"][0]
     assert choice["prompt_token_ids"] == llm.encode(TEXT)
     assert llm.tokenizer is not None
@@ -282,8 +282,8 @@ def test_a_stream_is_one_event_for_each_token(smol: Running) -> None:
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/completion"])
-def test_no_token_is_shown_where_none_is_wanted(smol: Running, route: str) -> None:
-    """The engine chooses one all the same; neither its text, id nor time is told, whole or not."""
+def test_max_tokens_zero_shows_no_token(smol: Running, route: str) -> None:
+    """The engine samples a token, whose text, id and time are never shown."""
     body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 0, "return_token_ids": True}
     if "chat" in route:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]

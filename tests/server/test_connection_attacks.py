@@ -21,7 +21,7 @@ KINDS = ("idle", "heads", "bodies")
 
 
 async def attack_in_turn(port: int, watch: Watch, streams: int, seconds: float) -> None:
-    """Attacks of each kind in turn, by one address with 5,000 and by 200 with 20 connections."""
+    """Attacks of each kind in turn, by an address with 5,000 connections and by 200 with 20."""
     await watch.learn(range(8))
     rounds = max(1, round(seconds / 180))
     each = seconds / rounds / len(KINDS)
@@ -58,7 +58,7 @@ def test_streams_under_attack() -> None:
 
 @pytest.mark.parametrize("kind", ["idle", pytest.param("unread", marks=pytest.mark.soak)])
 def test_a_short_attack(kind: str) -> None:
-    """Attackers and clients of one address, as behind a proxy."""
+    """Attackers and clients share an address, as behind a proxy."""
     port = free_port()
     given = (f"tiny={LLAMA}", "--port", str(port), "--warm-up", "off", "--log-level", "error")
     with command(*given) as process:
@@ -99,7 +99,7 @@ def test_a_thousand_streams_that_are_left_while_they_decode() -> None:
     with serving([SMOL]) as server:
         asyncio.run(leave_all(server))
         assert server.holds_nothing()
-        engine: Any = server.hosted().llm.session.engine
+        engine: Any = server.model().llm.session.engine
         assert not engine.scheduler.running
         assert len(engine.scheduler._free) == engine.scheduler.slots
         assert not server.service.answers

@@ -16,7 +16,7 @@ TESTS = "".join(path.read_text() for path in (ROOT / "tests" / "server").glob("t
 
 
 def section(path: str) -> str:
-    """What is said of a route's fields."""
+    """Return the section with a route's fields."""
     for part in re.split(r"^##+ ", PAGE, flags=re.MULTILINE):
         title = part.splitlines()[0]
         if path in title.replace(",", "").split():

@@ -1,4 +1,4 @@
-"""Embeddings, ranking and masks, of an encoder beside a model that generates."""
+"""Embeddings, ranking and masks, of an encoder next to a model that generates."""
 
 import base64
 import json
@@ -59,13 +59,13 @@ def posted(running: Running, path: str, status: int = 200, **body: Any) -> Any:
 
 
 def test_embeddings(client_: openai.OpenAI, encoder: Running) -> None:
-    expected = encoder.hosted("minilm").llm.embed(TEXTS)
+    expected = encoder.model("minilm").llm.embed(TEXTS)
     # openai-python asks for base64 where nothing is said.
     answer = client_.embeddings.create(model="minilm", input=TEXTS)
     found = np.array([one.embedding for one in answer.data])
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert [one.index for one in answer.data] == [0, 1, 2]
-    llm = encoder.hosted("minilm").llm
+    llm = encoder.model("minilm").llm
     assert answer.usage.prompt_tokens == sum(len(llm.encode(text)) for text in TEXTS)
     plain = client_.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
     np.testing.assert_allclose(plain.data[0].embedding, expected[0], atol=1e-6)
@@ -101,7 +101,7 @@ def test_numbers_of_an_embedding(encoder: Running) -> None:
     )
     given = np.frombuffer(base64.b64decode(half["data"][0]["embedding"]), ">f2")
     np.testing.assert_allclose(given, data, atol=1e-3)
-    whole = encoder.hosted().llm.embed("a", normalize=False)[0]
+    whole = encoder.model().llm.embed("a", normalize=False)[0]
     answer = posted(encoder, "/v1/embeddings", input="a", normalize=False, pooling="mean")
     np.testing.assert_allclose(answer["data"][0]["embedding"], whole, atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_many_texts(encoder: Running) -> None:
     texts = [f"{'word ' * (i % 7)} number {i}" for i in range(30)]
     answer = posted(encoder, "/v1/embeddings", input=texts)
     found = np.array([one["embedding"] for one in answer["data"]])
-    np.testing.assert_allclose(found, encoder.hosted().llm.embed(texts), atol=1e-5)
+    np.testing.assert_allclose(found, encoder.model().llm.embed(texts), atol=1e-5)
 
 
 def test_rerank(encoder: Running) -> None:
@@ -140,8 +140,8 @@ def test_rerank(encoder: Running) -> None:
 
 
 def test_prompts(encoder: Running) -> None:
-    """The default one, and one that is named; their tokens are read and do not count."""
-    llm = encoder.hosted("bert").llm
+    """The default prompt and a named prompt; their tokens are computed and not counted."""
+    llm = encoder.model("bert").llm
     for name, text, begin in ((None, "d e", 2), ("query", "a b e", 3), ("passage", "c e", 2)):
         named: dict[str, Any] = {} if name is None else {"prompt_name": name}
         answer = posted(encoder, "/v1/embeddings", model="bert", input=["e"], **named)
@@ -156,8 +156,8 @@ def test_prompts(encoder: Running) -> None:
 
 
 def test_rerank_with_the_prompts_of_queries_and_documents(encoder: Running) -> None:
-    """Scores are as the checkpoint compares vectors, and the answer says how."""
-    llm = encoder.hosted("bert").llm
+    """Scores use the checkpoint's similarity, which the answer names."""
+    llm = encoder.model("bert").llm
     query = llm.embed("e", prompt_name="query")[0]
     documents = llm.embed(["f g", "h"], prompt_name="passage")
     answer = posted(encoder, "/v1/rerank", model="bert", query="e", documents=["f g", "h"])
@@ -196,7 +196,7 @@ def test_score(encoder: Running) -> None:
 
 
 def test_fill_mask(encoder: Running) -> None:
-    llm = encoder.hosted("bert").llm
+    llm = encoder.model("bert").llm
     text = "a [MASK] b [MASK]"
     answer = posted(encoder, "/fill-mask", model="bert", input=[text, "[MASK]"], top_k=3)
     expected = llm.fill_mask(text, top=3)
@@ -252,7 +252,7 @@ def test_both_are_listed(encoder: Running) -> None:
         models = http.get("/v1/models").json()["data"]
     assert [one["id"] for one in models] == ["minilm", "bert"]
     assert "fill-mask" in models[1]["capabilities"]
-    assert Path(encoder.hosted("bert").source.path).is_dir()
+    assert Path(encoder.model("bert").source.path).is_dir()
 
 
 def test_embeddings_of_cohere(encoder: Running) -> None:
@@ -261,7 +261,7 @@ def test_embeddings_of_cohere(encoder: Running) -> None:
     def embed(status: int = 200, **body: Any) -> Any:
         return posted(encoder, "/v2/embed", status, model="minilm", **{"texts": TEXTS, **body})
 
-    expected = encoder.hosted("minilm").llm.embed(TEXTS)
+    expected = encoder.model("minilm").llm.embed(TEXTS)
     made = embed(embedding_types=["float", "base64", "binary", "ubinary"])
     np.testing.assert_allclose(made["embeddings"]["float"], expected, atol=1e-6)
     coded = [np.frombuffer(base64.b64decode(one), "<f4") for one in made["embeddings"]["base64"]]

@@ -1,4 +1,4 @@
-"""What cannot be answered is said in OpenAI's form, never with a 500."""
+"""Invalid requests are answered in OpenAI's format, never with a 500."""
 
 import gzip
 import json
@@ -263,7 +263,7 @@ def test_bodies_that_are_compressed(smol: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_rules_that_leave_nothing(smol: Running, stream: bool) -> None:
     """A grammar's only way on is banned; of a stream that has begun, it is the last event."""
-    (yes,) = smol.hosted().llm.session.tokenizer.encode("yes")
+    (yes,) = smol.model().llm.session.tokenizer.encode("yes")
     body = {**HELLO, "choice": ["yes"], "banned_token_ids": [yes], "stream": stream}
     with smol.client() as http:
         answer = http.post(CHAT, json=body)
@@ -340,7 +340,7 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
 def test_what_would_take_long_to_refuse(
     smol: Running, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    """A list of errors, one for each of many wrong values, would never be done."""
+    """A list with an error for each of many wrong values would take too long."""
     assert refused(smol, path, body, status)["param"] == param
 
 

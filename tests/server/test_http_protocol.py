@@ -1,4 +1,4 @@
-"""What comes before a request is known: heads without an end, slow ones, too many connections."""
+"""Attacks before a request is complete: endless and slow heads, too many connections."""
 
 import asyncio
 import contextlib
@@ -70,7 +70,7 @@ def sent(connection: socket.socket, piece: bytes, most: int) -> int:
 
 @pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\n"])
 def test_a_head_without_an_end_is_refused(patient: Running, begin: bytes) -> None:
-    """One value, one line, or headers without number: neither time nor memory grows with them."""
+    """A value, a line, or endless headers: neither time nor memory grows with them."""
     piece = b"x: y\r\n" * 4096 if begin.endswith(b"\r\n") else b"a" * 24576
     with connected(patient) as connection:
         connection.sendall(begin)
@@ -194,7 +194,7 @@ def running(app: Any) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("size", [0, 5, BODY_PIECE - 1, BODY_PIECE, 3 * BODY_PIECE + 1])
 @pytest.mark.parametrize("piece", [1000, BODY_PIECE])
-def test_a_body_comes_whole_whatever_its_pieces(size: int, piece: int) -> None:
+def test_a_body_in_pieces_is_complete(size: int, piece: int) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -217,7 +217,7 @@ def test_a_body_comes_whole_whatever_its_pieces(size: int, piece: int) -> None:
 
 
 def test_a_slow_answer_is_not_cut() -> None:
-    """The next request's head may take as long as the answer to this one."""
+    """The next request's head may take as long as the answer to this request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(3 * Impatient.head_seconds)

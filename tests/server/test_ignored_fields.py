@@ -1,4 +1,4 @@
-"""What a request asks that changes nothing is said in a header and in the log, or refused."""
+"""Fields without effect are reported in a header and in the log, or rejected."""
 
 import json
 import logging
@@ -105,17 +105,17 @@ DEFAULTS = json.loads("""{
 
 
 def test_fields_of_others() -> None:
-    """Those of llama.cpp and vLLM that change nothing are told, others refused, by their names."""
-    refused = ["echo", "add_special_tokens", "reasoning_format", "functions", "function_call"]
-    for name in [*OTHERS, *refused]:
+    """Fields of llama.cpp and vLLM are ignored or rejected by name."""
+    rejected = ["echo", "add_special_tokens", "reasoning_format", "functions", "function_call"]
+    for name in [*OTHERS, *rejected]:
         if name == "return_mm_kwargs":  # whether true or false
             continue
         body = BODIES[CHAT] | {name: CHANGE.get(name, 5)}
-        what = peer_tables.done(CHAT, name)
-        if what.startswith("told"):
+        handling = peer_tables.done(CHAT, name)
+        if handling.startswith("ignored"):
             assert [one for one, _ in ignored_fields(validated(body, ChatRequest))] == [name]
             continue
-        assert what.startswith("refused"), name
+        assert handling.startswith("rejected"), name
         with pytest.raises(ApiError) as found:
             validated(body, ChatRequest)
         assert found.value.param == name
@@ -140,7 +140,7 @@ def test_verbose(smol: Running) -> None:
         assert json.loads(pieces.text.split("\n")[0][6:])["prompt_text"] == native["prompt"]
 
 
-def test_what_is_told_is_bounded(smol: Running) -> None:
+def test_ignored_names_are_bounded(smol: Running) -> None:
     """Names that a client chose are no way to write headers."""
     names = {f"a\r\nset-cookie: {i} é{'x' * 300}": 1 for i in range(100)}
     with smol.client() as http:

@@ -18,7 +18,7 @@ SHORT = SamplingParams(max_tokens=8)
 @pytest.fixture
 def fim(smol: Running) -> Iterator[FimTokens]:
     """The model has no such tokens; any three will do to see where they stand."""
-    tokenizer = smol.hosted().session.tokenizer
+    tokenizer = smol.model().session.tokenizer
     names = ("<repo_name>", "<file_sep>", "<filename>", "<jupyter_start>")
     pre, suf, mid, end = map(tokenizer.id, names)
     assert pre is not None
@@ -30,15 +30,15 @@ def fim(smol: Running) -> Iterator[FimTokens]:
 
 
 def test_python(smol: Running, fim: FimTokens) -> None:
-    llm = smol.hosted().llm
-    ids = infill_prompt(smol.hosted().session.tokenizer, BEFORE, AFTER)
+    llm = smol.model().llm
+    ids = infill_prompt(smol.model().session.tokenizer, BEFORE, AFTER)
     (expected,) = llm.generate(ids, SHORT)
     (found,) = llm.generate(BEFORE, SHORT, suffix=AFTER)
     assert found.text == expected.text
     assert "".join(one.text for one in llm.stream(BEFORE, SHORT, suffix=AFTER)) == expected.text
     # What the tokens say ends the text, as here its first token would.
     first = expected.token_ids[0]
-    smol.hosted().session.tokenizer.__dict__["fim"] = FimTokens(
+    smol.model().session.tokenizer.__dict__["fim"] = FimTokens(
         fim.prefix, fim.suffix, fim.middle, "psm", ends=(first,)
     )
     assert llm.generate(BEFORE, SHORT, suffix=AFTER)[0].text == ""
@@ -46,7 +46,7 @@ def test_python(smol: Running, fim: FimTokens) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_suffix(smol: Running, client: openai.OpenAI, fim: FimTokens, stream: bool) -> None:
-    (expected,) = smol.hosted().llm.generate(BEFORE, SHORT, suffix=AFTER)
+    (expected,) = smol.model().llm.generate(BEFORE, SHORT, suffix=AFTER)
     asked = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 8, "temperature": 0}
     if stream:
         pieces = client.completions.create(model="smol", stream=True, **asked)  # type: ignore[call-overload]
@@ -58,10 +58,10 @@ def test_a_suffix(smol: Running, client: openai.OpenAI, fim: FimTokens, stream: 
 
 
 def test_infill(smol: Running, fim: FimTokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = smol.hosted().session.tokenizer
+    tokenizer = smol.model().session.tokenizer
     files = [("a.py", "x = 1\n")]
     ids = infill_prompt(tokenizer, BEFORE, AFTER, files)
-    (expected,) = smol.hosted().llm.generate(ids, SHORT)
+    (expected,) = smol.model().llm.generate(ids, SHORT)
     head, end = BEFORE[:-7], BEFORE[-7:]
     body = {
         "input_prefix": head,
@@ -80,7 +80,7 @@ def test_infill(smol: Running, fim: FimTokens, monkeypatch: pytest.MonkeyPatch) 
         lines = http.post("/infill", json=body | {"stream": True}).text.splitlines()
         assert sum('"stop":true' in line for line in lines) == 1
         # A whole file is cut to what the context has room for.
-        session = smol.hosted().session
+        session = smol.model().session
         monkeypatch.setattr(session, "opened", replace(session.opened, context=128))
         long = http.post("/infill", json=body | {"input_prefix": "x = 1\n" * 500})
         assert long.json()["tokens_evaluated"] == 128 - 8

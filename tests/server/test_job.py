@@ -1,4 +1,4 @@
-"""A service of several processes: one does not answer, one is lost."""
+"""A service of several processes: a process does not respond, a process is lost."""
 
 import threading
 import time

@@ -31,7 +31,7 @@ def answered(smol: Running, one: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("one", SCORED)
 def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     prompts, most = one["body"]["prompt"], one["body"]["max_tokens"]
     choices = answered(smol, one)
     greedy = []
@@ -53,9 +53,9 @@ def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) 
     assert len(prompts) == 1 or set(greedy) == {True, False}
 
 
-def test_parts_of_characters_are_told_apart(smol: Running) -> None:
-    """Tokens that are bytes of one look alike as texts, and the likeliest would be lost."""
-    ids = smol.hosted().llm.encode("\u6f22\U0001f600\u5b57\U0001f431")
+def test_parts_of_characters_differ(smol: Running) -> None:
+    """Tokens that are bytes of a character look alike as texts, and the likeliest would be lost."""
+    ids = smol.model().llm.encode("\u6f22\U0001f600\u5b57\U0001f431")
     body = {"prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 20}
     (choice,) = answered(smol, {"path": "/v1/completions", "body": body})
     tops = choice["logprobs"]["top_logprobs"][1:]
@@ -67,7 +67,7 @@ def test_parts_of_characters_are_told_apart(smol: Running) -> None:
 def test_continued_texts(smol: Running, one: dict[str, Any]) -> None:
     body = one["body"]
     how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
-    expected = smol.hosted().llm.generate(body["prompt"], how)
+    expected = smol.model().llm.generate(body["prompt"], how)
     assert [choice["text"] for choice in answered(smol, one)] == [one.text for one in expected]
 
 
@@ -75,5 +75,5 @@ def test_continued_texts(smol: Running, one: dict[str, Any]) -> None:
 def test_answered_messages(smol: Running, one: dict[str, Any]) -> None:
     body = one["body"]
     how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
-    expected = smol.hosted().llm.chat(body["messages"], how)
+    expected = smol.model().llm.chat(body["messages"], how)
     assert [choice["message"]["content"] for choice in answered(smol, one)] == [expected.text]

@@ -35,7 +35,7 @@ NOW: dict[str, Any] = {"name": "now", "input_schema": {"type": "object", "proper
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The demonstration model, and one of random weights whose template has thoughts."""
+    """The demonstration model, and a random model whose template has thoughts."""
     tiny = tmp_path_factory.mktemp("tiny") / "model.gguf"
     words = open_files("smollm2_135m_instruct", {}).weights
     make_up(LlamaShape(2, 64, 4, 2, 96, context=4096), words, tiny, "Q8_0")
@@ -56,7 +56,7 @@ def client(running: Running) -> Iterator[anthropic.Anthropic]:
 
 
 def create(client: anthropic.Anthropic, **changes: Any) -> Any:
-    """A message, of the demonstration model if nothing else is said."""
+    """A message, by default of the demonstration model."""
     given = {"model": "smol", "messages": HELLO, "max_tokens": 30}
     more = {"temperature": 0, **changes.pop("extra_body", {})}
     return client.messages.create(**{**given, **changes}, extra_body=more)

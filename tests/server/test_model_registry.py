@@ -83,7 +83,10 @@ def test_models_of_a_file(tmp_path: Path) -> None:
         ('[m]\nsource = "a"\nalias = "b"', "m.alias: unknown key; did you mean 'aliases'"),
         ('[m]\nsource = "a"\npinned = 1', "m.pinned: 1 is not true or false"),
         ('[m]\nsource = "a"\nidle_unload = "5m"', "m.idle_unload: '5m' is not a number of seconds"),
-        ('[m]\nsource = "a"\naliases = ["first"]', "m.aliases: 'first' is another model's name"),
+        (
+            '[m]\nsource = "a"\naliases = ["first"]',
+            "m.aliases: 'first' is the name or an alias of another model",
+        ),
         ('[m]\nsource = "a"\noverrides = {n_threads = 1}', "m.overrides"),
         ('[llama3.1]\nsource = "a"', r'for a name with dots, write \["llama3.1"\]'),
         ('[first]\nsource = "a"', "first: is a model of the command line, too"),

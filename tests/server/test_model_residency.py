@@ -108,7 +108,7 @@ def test_two_requests_load_a_model_once(world: Any) -> None:
     assert world(scene, 2).log[:2] == ["open a", "use a"]
 
 
-def test_a_model_that_cannot_be_loaded_says_so_to_each(world: Any) -> None:
+def test_a_failed_load_is_reported_to_each_request(world: Any) -> None:
     async def scene(w: World) -> None:
         w.broken.add("a")
         found = await asyncio.gather(w.asks("a"), w.asks("a"), w.asks("b"), return_exceptions=True)
@@ -155,7 +155,7 @@ def test_a_model_in_use_does_not_leave(world: Any) -> None:
     assert [line for line in log if line.startswith("open")] == ["open a", "open c", "open d"]
 
 
-def test_no_room_is_said_after_a_while(world: Any) -> None:
+def test_no_room_is_reported_after_model_wait(world: Any) -> None:
     async def scene(w: World) -> None:
         hold = asyncio.Event()
         busy = asyncio.create_task(w.asks("b", hold))

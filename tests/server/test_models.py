@@ -1,4 +1,4 @@
-"""Models that come and go, over every interface: a folder with small models, and damaged ones."""
+"""Loading and unloading over every interface: a folder with small models, and damaged models."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_models_are_loaded_and_unloaded_by_name(running: Running, http: httpx.Cl
     assert done(http, "/models/load", model="one").json() == {"success": True}
     assert done(http, "/models/load", model="one").json() == {"success": True}
     assert state(http, "one") == "loaded"
-    llm = running.hosted("one").llm
+    llm = running.model("one").llm
     assert done(http, "/models/unload", model="one").json() == {"success": True}
     assert state(http, "one") == "unloaded"
     assert llm.session.closed
@@ -208,13 +208,13 @@ def test_a_stream_that_waits_for_its_model(
             assert error["code"] == "load_failed"
 
 
-def test_no_room_beside_models_in_use(running: Running, http: httpx.Client) -> None:
-    """A model that streams is not unloaded; another one has a 503 after some time."""
+def test_no_room_while_models_are_in_use(running: Running, http: httpx.Client) -> None:
+    """A streaming model is not unloaded; a request for another model gets a 503 after some time."""
     release = threading.Event()
     threads = []
     for name in ("one", "two"):
         done(http, "/models/load", model=name)
-        engine = running.hosted(name).llm.session.thread
+        engine = running.model(name).llm.session.thread
         threads.append(threading.Thread(target=engine.run, args=(lambda e: release.wait(60),)))
         threads[-1].start()
     bodies = [{**ASKED, "model": name, "stream": True} for name in ("one", "two")]
@@ -258,7 +258,7 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         assert lines[-1] == "data: [DONE]"
         pieces = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
         assert [id for (one,) in pieces for id in one.get("token_ids") or ()] == ids
-        worker = running.hosted("one").worker
+        worker = running.model("one").worker
         assert worker is not None
         # What loads leaves the processors to the models that answer; what computes does not.
         if sys.platform == "linux":
@@ -292,7 +292,7 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         worker._process.kill()  # as by the system, where memory runs out
         worker._process.wait()
         assert done(http, "/v1/completions", **body).json()["choices"][0]["token_ids"] == ids
-        next_one = running.hosted("one").worker
+        next_one = running.model("one").worker
         assert next_one is not None
         assert next_one is not worker
         done(http, "/models/unload", model="one")

@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 @pytest.fixture
 def broken(smol: Running) -> Iterator[Running]:
     """The server with a NaN in the norm before the head."""
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     name = next(n for n in llm.weights if n == NORM)
     values = np.array(llm.weights[name].values)
     llm.update_weights({name: np.full_like(values, np.nan)})

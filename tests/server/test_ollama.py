@@ -1,4 +1,4 @@
-"""Ollama's API, as its own package asks for it, answered by the demonstration model."""
+"""Ollama's API, through its own package, with the demonstration model."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ KEY = "secret"
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """A model that knows calls, and one whose template has a place for thoughts."""
+    """A model with tool calls, and a model whose template has thoughts."""
     sources = [
         ModelSource(
             name,
@@ -58,7 +58,7 @@ def http(running: Running) -> Iterator[httpx.Client]:
 
 
 def openai_text(http: httpx.Client, **body: Any) -> str:
-    """What the same model says to a chat completion."""
+    """Return the same model's answer to a chat completion."""
     answer = http.post("/v1/chat/completions", json={"model": "hermes", **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
@@ -150,7 +150,7 @@ def test_a_format(client: ollama.Client) -> None:
 
 
 def turn(city: str) -> list[dict[str, Any]]:
-    """A question, a call, what the tool said, and the answer."""
+    """A question, a call, the tool's result, and the answer."""
     function = {"name": "weather", "arguments": {"city": city}}
     return [
         {"role": "user", "content": f"What is the weather like in {city}?"},
@@ -198,7 +198,7 @@ def test_a_prompt(client: ollama.Client, http: httpx.Client, running: Running) -
     first = client.generate("hermes", STORY, system="Be brief.", options=GREEDY)
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     assert first.response == openai_text(http, messages=messages, temperature=0, max_tokens=8)
-    session = running.hosted("hermes").session
+    session = running.model("hermes").session
     assert list(first.context or ())[:-8] == session.encode_chat(messages)
     # The answer's tokens stand between the two prompts.
     second = client.generate("hermes", "And you?", context=first.context, options=GREEDY)
@@ -223,7 +223,7 @@ def test_a_model_without_a_template(
 ) -> None:
     """A prompt is what the model reads; there is no place for what a template would say."""
     raw = client.generate("hermes", "Once upon a", raw=True, options=GREEDY)
-    session = running.hosted("hermes").session
+    session = running.model("hermes").session
     bare = replace(session.opened.conversation, jinja=None)
     monkeypatch.setattr(session, "opened", replace(session.opened, conversation=bare))
     plain = client.generate("hermes", "Once upon a", options=GREEDY)
@@ -286,7 +286,7 @@ def test_the_models_of_ollama(
     family = shown.modelinfo["general.architecture"]
     assert shown.modelinfo[f"{family}.context_length"] == 512
     lines = dict(one.split(" ", 1) for one in (shown.parameters or "").splitlines())
-    defaults = running.hosted("thinker").session.opened.defaults
+    defaults = running.model("thinker").session.opened.defaults
     assert float(lines["temperature"]) == defaults.get("temperature", 0.8)
     for path in ("tags", "ps", "version"):
         answer = http.get(f"/api/{path}").json()
@@ -305,7 +305,7 @@ def test_errors_of_ollama(client: ollama.Client, http: httpx.Client, running: Ru
         (lambda: client.push("hermes"), "its command line"),
         (lambda: client.chat("hermes", HELLO, options={"top_p": 2}), "options.top_p: top_p"),
         (lambda: client.chat("hermes", HELLO, options={"nothing": 2}), "options.nothing: unknown"),
-        (lambda: client.generate("hermes", "a", suffix="b"), "suffix: .*not filled in"),
+        (lambda: client.generate("hermes", "a", suffix="b"), "suffix: use /infill"),
         (lambda: client.generate("hermes", "a", template="b"), "template: .*its own"),
         (lambda: client.generate("hermes", "a", images=[b"b"]), "images: .*not read images"),
         (lambda: client.generate("hermes", "a", raw=True, system="b"), "system: a raw prompt"),

@@ -100,7 +100,7 @@ def test_browsers(tiny: Running) -> None:
 
 
 def test_a_bounded_queue(tiny: Running) -> None:
-    """Two run, three wait, the others are told to come again."""
+    """Two requests run, three wait, the others get a 429."""
     with ThreadPoolExecutor(12) as pool:
         with standing(tiny):
             answers = [pool.submit(post, tiny, {**LONG, "max_tokens": 8}) for _ in range(12)]
@@ -130,7 +130,7 @@ def test_a_stream_that_waits_has_its_status_at_once(
             assert answer.headers["content-type"].startswith("text/event-stream")
         assert post(tiny, body).status_code == 429
         assert post(tiny, {**body, "prompt": [9] * 9999}).status_code == 400
-        assert tiny.hosted().llm.stats().waiting == 5
+        assert tiny.model().llm.stats().waiting == 5
     assert tiny.holds_nothing()
 
 
@@ -158,7 +158,7 @@ def test_http_of_before_there_were_chunks(tiny: Running, stream: bool) -> None:
 def test_too_many_prompts(tiny: Running) -> None:
     error = post(tiny, {**LONG, "prompt": [[5]] * 5}).json()["error"]
     assert error["param"] == "prompt"
-    assert "at most 4" in error["message"]
+    assert "a request may have 4" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -187,7 +187,7 @@ def standing(running: Running) -> Iterator[None]:
         begun.set()
         release.wait(60)
 
-    busy = threading.Thread(target=running.hosted().llm.session.thread.run, args=(stand,))
+    busy = threading.Thread(target=running.model().llm.session.thread.run, args=(stand,))
     busy.start()
     assert begun.wait(60)
     try:
@@ -198,8 +198,8 @@ def standing(running: Running) -> Iterator[None]:
 
 
 def submitted(running: Running, count: int) -> bool:
-    """Whether so many requests wait for an engine that stands: each says two things to it."""
-    return running.hosted().llm.session.thread._loop.inbox.qsize() >= 2 * count
+    """Return whether `count` requests wait for a stopped engine: each sends it two messages."""
+    return running.model().llm.session.thread._loop.inbox.qsize() >= 2 * count
 
 
 def until(holds: Any, seconds: float) -> None:
@@ -217,7 +217,7 @@ def test_a_body_that_does_not_come(tiny: Running) -> None:
         client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         answer = b"".join(iter(lambda: client.recv(10_000), b""))  # it comes in two parts
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"did not come" in answer
+    assert b"did not arrive" in answer
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         client.shutdown(socket.SHUT_WR)  # half of a connection
@@ -238,7 +238,7 @@ def test_an_answer_that_takes_too_long() -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> None:
-    engine = tiny.hosted().llm.session.engine
+    engine = tiny.model().llm.session.engine
     step, count = engine.step, 0
 
     def failing() -> Any:
@@ -390,7 +390,7 @@ def test_templates_of_requests() -> None:
 def test_the_template_for_conversations_with_tools(
     smol: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = smol.hosted().session
+    session = smol.model().session
     tool_use = "{{ tools[0].function.name }}: {{ messages[0].content }}"
     conversation = replace(session.opened.conversation, tool_use=tool_use)
     monkeypatch.setattr(session, "opened", replace(session.opened, conversation=conversation))

@@ -46,7 +46,7 @@ def test_models(client: openai.OpenAI, smol: Running) -> None:
     assert model.id == "smol"
     assert client.models.retrieve("smol") == model
     shown = got(smol, "/models")["data"][0]
-    assert shown["root"] == smol.hosted().source.path
+    assert shown["root"] == smol.model().source.path
     assert shown["max_model_len"] == 4096
     assert shown["meta"]["n_vocab"] == 49152
     assert shown["meta"]["n_params"] == 134515008
@@ -68,7 +68,7 @@ def test_metrics(smol: Running) -> None:
         "prefix_offload_restored_blocks_total",
     ):
         assert float(figures[f"jinfer:{name}{label}"]) == 0
-    assert float(figures[f"jinfer:kv_cache_blocks{label}"]) == smol.hosted().llm.stats().blocks
+    assert float(figures[f"jinfer:kv_cache_blocks{label}"]) == smol.model().llm.stats().blocks
     for name in (
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
@@ -89,7 +89,7 @@ def test_metrics(smol: Running) -> None:
 
 
 def test_tokens_as_llama_cpp_asks(smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     assert llm.tokenizer is not None
     text = "Grüße <|im_end|>"
     plain = llm.tokenizer.encode(text, special=False, parse_special=False)
@@ -106,7 +106,7 @@ def test_tokens_as_llama_cpp_asks(smol: Running) -> None:
 
 
 def test_tokens_as_vllm_asks(smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     answer = posted(smol, "/tokenize", prompt="Hello there", return_token_strs=True)
     assert answer["tokens"] == llm.encode("Hello there")
     assert answer["count"] == len(answer["tokens"])
@@ -201,7 +201,7 @@ def test_what_is_refused(smol: Running, path: str, body: dict[str, Any], param: 
 
 
 def test_tokens_of_a_chat(smol: Running) -> None:
-    """As many as the answer's usage says."""
+    """The count equals the answer's usage."""
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     with smol.client() as http:
         usage = http.post("/v1/chat/completions", json=body).json()["usage"]
@@ -213,7 +213,7 @@ def test_tokens_of_a_chat(smol: Running) -> None:
 def test_a_template(smol: Running) -> None:
     prompt = posted(smol, "/apply-template", messages=HELLO)["prompt"]
     assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     assert llm.tokenizer is not None
     assert llm.tokenizer.encode(prompt, special=False) == llm.encode_chat(HELLO)
 
@@ -244,7 +244,7 @@ def test_props_and_slots(smol: Running) -> None:
 
 
 def test_completion_as_llama_cpp_has_it(smol: Running) -> None:
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     expected = llm.generate(["One, two,"], SamplingParams(max_tokens=5))[0]
     body = {"prompt": "One, two,", "n_predict": 5, "temperature": 0}
     answer = posted(smol, "/completion", **body, return_tokens=True, n_probs=2)
@@ -390,7 +390,7 @@ def test_functions_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(SourceError, match=says):
             named_functions([text])
-    with pytest.raises(SourceError, match="there are two"):
+    with pytest.raises(SourceError, match="occurs twice"):
         named_functions(["x=own_processors:same"] * 2)
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's and vLLM's tests ask for: docs/compatibility.md says what of it holds."""
+"""llama.cpp's and vLLM's own tests: docs/compatibility.md lists the results."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_the_tables() -> None:
 
 @pytest.mark.soak
 def test_every_case(tmp_path: Path) -> None:
-    """Each is as its table says: what holds does, and what does not still does not."""
+    """Each case is as in its table, whether it holds or not."""
     with all_servers(tmp_path) as servers:
         wrong = [line for suite in SUITES for line in suite.run(servers)]
     print(*(f"{one.name}: {one.holding()} of {one.applying()}" for one in SUITES))

@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_rerank_by_a_head(served: Running, path: str) -> None:
     """Jina's and Cohere's form: the score is a sigmoid of the head's, once."""
-    llm = served.hosted("ranker").llm
+    llm = served.model("ranker").llm
     wanted = llm.classify([("a", text) for text in DOCUMENTS])
     answer = posted(served, path, model="ranker", query="a", documents=DOCUMENTS, top_n=3)
     order = np.argsort(-wanted.scores[:, 0])[:3].tolist()
@@ -75,7 +75,7 @@ def test_rerank_by_a_head(served: Running, path: str) -> None:
 
 
 def test_raw_scores(served: Running) -> None:
-    wanted = served.hosted("ranker").llm.classify([("a", text) for text in DOCUMENTS]).scores[:, 0]
+    wanted = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS]).scores[:, 0]
     answer = posted(
         served, "/rerank", model="ranker", query="a", documents=DOCUMENTS, use_activation=False
     )
@@ -101,7 +101,7 @@ def test_documents_that_are_cut(served: Running) -> None:
     "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items")]
 )
 def test_score_by_a_head(served: Running, names: tuple[str, str]) -> None:
-    wanted = served.hosted("ranker").llm.classify([("a", text) for text in DOCUMENTS])
+    wanted = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS])
     given: dict[str, Any] = dict(zip(names, ("a", DOCUMENTS), strict=True))
     answer = posted(served, "/score", model="ranker", **given)
     got = [one["score"] for one in answer["data"]]
@@ -110,7 +110,7 @@ def test_score_by_a_head(served: Running, names: tuple[str, str]) -> None:
 
 
 def test_classify(served: Running) -> None:
-    wanted = served.hosted("classes").llm.classify(DOCUMENTS)
+    wanted = served.model("classes").llm.classify(DOCUMENTS)
     answer = posted(served, "/classify", model="classes", input=DOCUMENTS)
     assert answer["labels"] == ["bad", "so so", "good"]
     assert [one["label"] for one in answer["data"]] == wanted.best
@@ -125,17 +125,17 @@ def test_classify(served: Running) -> None:
 def test_pooling(served: Running) -> None:
     """Each kind of result, as vLLM has it."""
     answer = posted(served, "/pooling", model="classes", input=["a b"])
-    wanted = served.hosted("classes").llm.classify(["a b"]).probabilities
+    wanted = served.model("classes").llm.classify(["a b"]).probabilities
     np.testing.assert_allclose(answer["data"][0]["data"], wanted[0], atol=1e-5)
     jsonschema.validate(answer, schema_of("/pooling", "post"))
-    llm = served.hosted("late").llm
+    llm = served.model("late").llm
     vectors = llm.token_vectors(["a b"])[0]
     answer = posted(served, "/pooling", model="late", input="a b")
     np.testing.assert_allclose(answer["data"][0]["data"], vectors, atol=1e-5)
     coded = posted(served, "/pooling", model="late", input="a b", encoding_format="base64")
     data = np.frombuffer(base64.b64decode(coded["data"][0]["data"]), "<f4")
     np.testing.assert_allclose(data.reshape(-1, 16), vectors, atol=1e-5)
-    embedded = served.hosted("ranker").llm.embed(["a b"])[0]
+    embedded = served.model("ranker").llm.embed(["a b"])[0]
     answer = posted(served, "/pooling", model="ranker", input=["a b"], task="embed", dimensions=8)
     wanted = embedded[:8] / np.linalg.norm(embedded[:8])
     np.testing.assert_allclose(answer["data"][0]["data"], wanted, atol=1e-5)
@@ -144,7 +144,7 @@ def test_pooling(served: Running) -> None:
 def test_late_interaction(served: Running, tmp_path: Path) -> None:
     """MaxSim of projected vectors, behind PyLate's prefixes, without skipped tokens."""
     weight = colbert(tmp_path / "again")
-    llm = served.hosted("late").llm
+    llm = served.model("late").llm
 
     def vectors(text: str) -> np.ndarray:
         x = llm.hidden([llm.encode(text)])[0] @ weight.T

@@ -1,4 +1,4 @@
-"""A message that a client got, from whatever server, may be sent back as it is."""
+"""Replayed messages: an answer of any server may be sent back unchanged."""
 
 import json
 from typing import Any
@@ -133,7 +133,7 @@ def test_a_tool_that_gave_nothing(smol: Running) -> None:
     )
 
 
-def test_what_other_services_put_beside_an_answer(smol: Running) -> None:
+def test_extra_fields_of_replayed_answers(smol: Running) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     tool = {"type": "function", "function": {"name": "f"}}
     said = {
@@ -204,7 +204,7 @@ def test_a_role_of_a_template() -> None:
     told = {"role": "developer", "content": "Be brief."}
     assert messages("{% if m.role == 'developer' %}{% endif %}", told) == [told]
     assert messages("", told) == [told | {"role": "system"}]
-    with pytest.raises(ApiError, match="'control' is none of system, developer, user"):
+    with pytest.raises(ApiError, match="'control' is not among system, developer, user"):
         messages("{{ messages }}", given)
 
 

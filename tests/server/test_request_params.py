@@ -178,7 +178,7 @@ def test_null_is_nothing() -> None:
     )
 
 
-def test_what_holds_if_nothing_is_said() -> None:
+def test_default_parameters() -> None:
     def usual(base: Any, **defaults: Any) -> Any:
         return request_options(sent(), session(**defaults), base).params
 

@@ -1,4 +1,4 @@
-"""Responses, as openai-python asks for them."""
+"""Responses, through openai-python."""
 
 import json
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_conversation(client: openai.OpenAI, smol: Running) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     assert answer.usage is not None
-    assert answer.usage.input_tokens == len(smol.hosted().llm.encode_chat(messages))
+    assert answer.usage.input_tokens == len(smol.model().llm.encode_chat(messages))
 
 
 def test_a_schema_and_log_probabilities(client: openai.OpenAI) -> None:

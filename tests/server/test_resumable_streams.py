@@ -1,4 +1,4 @@
-"""Streams that outlive their client and are read again, as llama.cpp's page asks for them."""
+"""Resumable streams: they outlive their client, as llama.cpp's page needs."""
 
 import asyncio
 import time
@@ -51,11 +51,10 @@ def text_of(data: str) -> str:
 
 
 def begun(http: httpx.Client, **more: Any) -> str:
-    """What a client has seen of a stream that it then left."""
+    """Read the first events of a stream, and disconnect."""
     with http.stream("POST", "/v1/completions", json=BODY | more) as answer:
         assert answer.status_code == 200
-        pieces = answer.iter_text()
-        return next(pieces)
+        return next(piece for piece in answer.iter_text() if piece != ": ping\n\n")
 
 
 def test_a_client_that_goes_and_comes_back(running: Running, http: httpx.Client) -> None:
@@ -90,7 +89,7 @@ def test_stopping(running: Running, http: httpx.Client) -> None:
 
 
 def test_one_conversation_has_one_stream() -> None:
-    """The next one ends it, and its readers are told; so does the server's end."""
+    """The next stream, or the server's end, ends it with an error for its readers."""
 
     async def pieces() -> AsyncGenerator[bytes]:
         yield b"data: 1\n\n"
@@ -157,7 +156,7 @@ def test_bounds() -> None:
             stream.append(b"data: %d\n\n" % number)
     assert stream.total - stream.dropped <= 100
     assert stream.place_of(stream.dropped)[1] == 0
-    with pytest.raises(Exception, match="are kept"):
+    with pytest.raises(Exception, match="are available"):
         stream.place_of(0)
     streams = ResumableStreams()
     for id in "abc":

@@ -98,7 +98,7 @@ def test_sigterm_lets_answers_come_to_their_end() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["1", "0"])
-def test_answers_that_take_too_long_to_end_are_told(seconds: str) -> None:
+def test_streams_end_with_an_error_after_stop_timeout(seconds: str) -> None:
     """A stream has an event, a whole answer a status; so has what comes after the signal.
 
     Where there is any time to end, a second signal ends it.
@@ -148,7 +148,7 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert serve.main([LLAMA, "--port", str(port)]) == 2
-    assert f"error: cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
+    assert f"error: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def listens(path: Path) -> bool:
@@ -207,7 +207,7 @@ def test_only_its_own_unix_socket_is_removed(tmp_path: Path) -> None:
         (["--ssl-ca-certs", "/nope"], "--ssl-ca-certs needs --ssl-certfile"),
     ],
 )
-def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
+def test_invalid_tls_flags(flags: list[str], told: str, capsys: Any) -> None:
     assert serve.main([LLAMA, "--port", str(free_port()), *flags]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {told}"
 
@@ -243,7 +243,7 @@ def test_several_addresses() -> None:
         names = [one.getsockname() for one in listeners]
         assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
         assert names[0][1] == names[1][1] != 0
-    with pytest.raises(SourceError, match=r"cannot listen at 300\.1\.1\.1:"):
+    with pytest.raises(SourceError, match=r"cannot listen on 300\.1\.1\.1:"):
         run_server._listeners({**flags, "host": "127.0.0.1,300.1.1.1", "port": 0}).__enter__()
 
 
@@ -279,7 +279,7 @@ def test_logs_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_server._is_plain(form) == plain
 
 
-def test_what_is_missing_is_said_before_anything_is_loaded(
+def test_missing_files_are_reported_before_loading(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "own.toml").write_text('weights = "package://no_such_package/x.gguf"\n')

@@ -63,7 +63,7 @@ def words(option: str, paths: Sequence[str]) -> list[str]:
 
 @pytest.mark.soak
 def test_the_description_is_kept_to(tmp_path: Path) -> None:
-    """Every operation, with all that a server can be asked to allow."""
+    """Every operation, with all optional features of a server."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "guest.toml").write_text(Path(SOURCE).read_text())
     port = free_port()

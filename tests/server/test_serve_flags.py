@@ -30,7 +30,7 @@ from tests.server.running import ROOT
         (["--timeout", "inf"], "argument --timeout: inf is not from 0 on"),
     ],
 )
-def test_numbers_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
+def test_invalid_numbers(flags: list[str], told: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         parse_options(["m", *flags], {})
     assert told in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_flags_of_other_servers() -> None:
         (["m", "--chat-template", "/nowhere/t"], {}, "--chat-template /nowhere/t"),
     ],
 )
-def test_flags_that_cannot_be(arguments: list[str], environment: dict[str, str], told: str) -> None:
+def test_invalid_flags(arguments: list[str], environment: dict[str, str], told: str) -> None:
 
     def read() -> None:
         found = parse_options(arguments, environment)

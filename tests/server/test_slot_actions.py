@@ -71,7 +71,7 @@ def test_a_slot_is_saved_restored_and_erased(http: httpx.Client, tmp_path: Path)
         ("/completion", {"prompt": "a", "id_slot": 8}, "id_slot", "slots are 0 to 7"),
     ],
 )
-def test_what_cannot_be_done(
+def test_invalid_slot_actions(
     http: httpx.Client, path: str, body: dict[str, Any], param: str, said: str
 ) -> None:
     answer = http.post(path, json=body)
@@ -80,7 +80,7 @@ def test_what_cannot_be_done(
     assert said in error["message"]
 
 
-def test_slots_are_not_saved_unless_asked(smol: Running) -> None:
+def test_slots_are_not_saved_by_default(smol: Running) -> None:
     with smol.client() as client:
         answer = client.post("/slots/0?action=erase", json={})
     assert answer.status_code == 501

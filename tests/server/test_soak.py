@@ -23,7 +23,7 @@ SOURCE = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 
 
 def figures(client: httpx.Client) -> dict[str, float]:
-    """What /metrics says."""
+    """Return the metrics."""
     lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
@@ -116,7 +116,7 @@ HOSTILE: list[Callable[[int], dict[str, Any]]] = [
 
 
 class Streams:
-    """Streams that never end, one after the other, and the longest gap between their pieces.
+    """Stream endlessly, and record the longest gap between chunks.
 
     Attributes:
         gap: seconds; a test sets it to 0.0 to begin anew.
@@ -149,7 +149,7 @@ class Streams:
 
 
 async def _gaps(http: httpx.AsyncClient, hostile: int) -> list[float]:
-    """Seconds between the pieces of four answers, first alone, then beside hostile grammars."""
+    """Seconds between the chunks of four answers, first alone, then during hostile grammars."""
 
     async def asks(i: int) -> None:
         body = {"prompt": "x", "max_tokens": 450, "temperature": 1.0, "seed": i}
@@ -192,8 +192,8 @@ def test_two_hundred_hostile_grammars_keep_nobody_waiting() -> None:
 
 
 @pytest.mark.soak
-def test_a_model_comes_and_goes_beside_a_stream(tmp_path: Path) -> None:
-    """Its memory is given back each time, and the stream of the other one has no gap."""
+def test_loading_and_unloading_during_a_stream(tmp_path: Path) -> None:
+    """The memory is freed each time, and the other model's stream has no gap."""
     (tmp_path / "guest.toml").write_text(Path(SOURCE).read_text())
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(40))
     port, times = free_port(), int(os.environ.get("JINFER_SOAK_LOADS", "50"))

@@ -41,7 +41,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, smol: Running) -> None:
         {"role": "user", "content": "What is my name?"},
     ]
     # As at OpenAI, instructions are those of their own request alone.
-    assert second.usage.input_tokens == len(smol.hosted().llm.encode_chat(messages))
+    assert second.usage.input_tokens == len(smol.model().llm.encode_chat(messages))
     assert second.previous_response_id == first.id
     items = client.responses.input_items.list(second.id, order="asc").data
     assert [one.role for one in items] == ["user", "assistant", "user"]  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ def test_in_the_background(client: openai.OpenAI, smol: Running) -> None:
 
 
 def test_a_stream_that_goes_on(client: openai.OpenAI) -> None:
-    """Its client goes after some events, and asks for the others."""
+    """The client disconnects after some events, and reads the others later."""
     seen = []
     with asked(client, "Hello", background=True, stream=True) as stream:
         for event in stream:
@@ -115,7 +115,7 @@ def test_cancelling(client: openai.OpenAI) -> None:
     last: Any = list(client.responses.retrieve(answer.id, stream=True))[-1]
     assert last.type == "response.cancelled"
     whole = asked(client, "Hello", max_output_tokens=2)
-    with pytest.raises(openai.BadRequestError, match="in the background"):
+    with pytest.raises(openai.BadRequestError, match="background response"):
         client.responses.cancel(whole.id)
     running = asked(client, "Hello", background=True, **long)
     client.responses.delete(running.id)

@@ -1,4 +1,4 @@
-"""Every way to say whether a model thinks, and how long, comes to the same."""
+"""All fields for thinking have the same effect."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Thoughts, as openai-python asks for them, alone and before calls."""
+"""Thoughts, through openai-python, alone and before calls."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +62,7 @@ def test_thoughts(client: openai.OpenAI) -> None:
 
 
 def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
-    """However a budget is asked for, the thought ends there, and the answer goes on."""
+    """Every field for a budget ends the thought there, and the answer continues."""
     given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
     free = create(client, **given).choices[0].message
     assert free.content == ""
@@ -79,7 +79,7 @@ def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
         assert free.reasoning_content.startswith(message.reasoning_content)
         assert message.content
         assert len(tokens) == 20
-    end = running.hosted("always").session.tokenizer.encode("</think>", special=False)
+    end = running.model("always").session.tokenizer.encode("</think>", special=False)
     assert tokens[4 : 4 + len(end)] == end
     chunks = list(create(client, **given, extra_body=asked[0], stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]

@@ -1,4 +1,4 @@
-"""What of the schemas of tools calls that have to come keep to, and what is said of the rest."""
+"""Schemas of forced tool calls: enforced keywords, and reported other keywords."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 
 def bound(tokenizer: Tokenizer, schema: Any) -> tuple[Any, list[str]]:
-    """The schema of a tool's one argument that binds, and what was said to be left out."""
+    """Return the enforced schema of a tool's only argument, and the reported keywords."""
     told: list[str] = []
 
     def made(tools: Any) -> str:
@@ -65,7 +65,9 @@ TEXT = {"type": "string"}
          {"anyOf": [TEXT, {"type": "null"}]}, ["anyOf/0/format"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_kept(tokenizer: Tokenizer, schema: Any, left: Any, keys: list[str]) -> None:
+def test_unsupported_schema_keywords(
+    tokenizer: Tokenizer, schema: Any, left: Any, keys: list[str]
+) -> None:
     found, told = bound(tokenizer, schema)
     assert found == left
     assert told == [f"tools.0.function.parameters/properties/a/{key}" for key in keys]
@@ -139,12 +141,12 @@ def accepted(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 
 
 def test_a_call_or_json(smol: Running) -> None:
-    """With a format and tools that may be called, an answer is one or the other."""
+    """With a format and optional tools, an answer is a call or matches the format."""
     from jinfer.server.core.chat_schemas import ChatRequest
     from jinfer.server.core.tool_calls import output_parsing
 
     body = ChatRequest.model_validate({"messages": ASKED, "tools": [tool(properties={})]})
-    llm = smol.hosted().llm
+    llm = smol.model().llm
     ids = llm.encode_chat(ASKED)
     opened = llm.session.opened
     template = opened.conversation.for_tools()

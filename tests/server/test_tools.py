@@ -1,4 +1,4 @@
-"""Tools, as openai-python asks for them, answered by the demonstration model."""
+"""Tools, through openai-python, with the demonstration model."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Models with templates for tools and thoughts, and what they are asked."""
+"""Models with templates for tools and thoughts, and their requests."""
 
 import contextlib
 import json

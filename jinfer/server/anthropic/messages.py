@@ -281,7 +281,7 @@ class _MessageFormatter:
         """Return whether to stream incomplete tool calls.
 
         Without a forced call, the beginning of a call may turn out to be text, and clients would
-            run it: the format cannot revoke a block.
+        run it: the format cannot revoke a block.
         """
         body = self.request.body
         tools = [tool for tool in body.tools or () if isinstance(tool, ClientTool)]

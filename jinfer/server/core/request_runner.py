@@ -66,8 +66,8 @@ class RequestRunner:
         """Yield lists of (answer index, chunk); `usages` is complete at the end.
 
         None is yielded once, when the engine has accepted the requests: from then on an answer is
-            not refused. An empty list means silence for `ping` seconds. Closing the iterator
-            cancels unfinished answers.
+        not refused. An empty list means silence for `ping` seconds. Closing the iterator
+        cancels unfinished answers.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -97,51 +97,63 @@ class RequestRunner:
             start()
             self.session.thread.when_received(partial(sink(-1), None))
             while running:
-                batch: list[tuple[int, Chunk]] = []
-                failure: BaseException | None = None
-                taken = False
                 left = self._seconds_left(running)
                 if left < 0 and queue.empty():
                     raise self._too_late(running)
-                for index, piece in await _ready(queue, max(0.0, min(left, self.ping))):
-                    if piece is None:
-                        taken = True
-                        continue
-                    if isinstance(piece, BaseException):
-                        running.discard(index)
-                        failure = piece
-                        if isinstance(piece, DeadlineError):
-                            failure = self._too_late([index])
-                        if isinstance(piece, ConstraintError):
-                            failure = as_api_error(
-                                piece, param=field_of_error(piece, self.job(index).options)
-                            )
-                        break
-                    # With max_tokens 0, the engine still samples a token.
-                    nothing = self.job(index).options.nothing
-                    if isinstance(piece, Usage):
-                        running.discard(index)
-                        self.usages[index] = _without_token(piece) if nothing else piece
-                        self.timer.end(index, self.usages[index])
-                    else:
-                        if nothing:
-                            piece = Chunk("", finish_reason=piece.finish_reason and "length")
-                        self.timer.chunk(index, piece)
-                        batch.append((index, piece))
-                if taken and failure is None:
-                    yield None
+                items = await _ready(queue, max(0.0, min(left, self.ping)))
+                batch, accepted, failure = self._read(items, running)
                 if failure is not None:
                     if batch:  # chunks that came before the error
                         yield batch
                     raise failure
+                if accepted:
+                    yield None
                 start()
-                if batch or (running and not taken):
+                if batch or (running and not accepted):
                     yield batch
         finally:
             for index in running:
                 self.timer.abort(index)
                 with contextlib.suppress(RequestError):  # the model was closed
                     self.session.thread.cancel(self.prepared[index].request.id)
+
+    def _read(
+        self, items: Iterable[tuple[int, Any]], running: set[int]
+    ) -> tuple[list[tuple[int, Chunk]], bool, BaseException | None]:
+        """Read items of the queue, up to an error.
+
+        Returns:
+            The chunks, whether the engine has accepted the requests, and the error.
+        """
+        batch: list[tuple[int, Chunk]] = []
+        accepted = False
+        for index, piece in items:
+            if piece is None:
+                accepted = True
+                continue
+            options = self.job(index).options
+            if isinstance(piece, BaseException):
+                running.discard(index)
+                return batch, accepted, self._failure(index, piece)
+            # With max_tokens 0, the engine still samples a token.
+            if isinstance(piece, Usage):
+                running.discard(index)
+                self.usages[index] = _without_token(piece) if options.nothing else piece
+                self.timer.end(index, self.usages[index])
+                continue
+            if options.nothing:
+                piece = Chunk("", finish_reason=piece.finish_reason and "length")
+            self.timer.chunk(index, piece)
+            batch.append((index, piece))
+        return batch, accepted, None
+
+    def _failure(self, index: int, error: BaseException) -> BaseException:
+        """Return the error of an answer, with its request field."""
+        if isinstance(error, DeadlineError):
+            return self._too_late([index])
+        if isinstance(error, ConstraintError):
+            return as_api_error(error, param=field_of_error(error, self.job(index).options))
+        return error
 
     def _too_late(self, indices: Iterable[int]) -> Exception:
         """Return the error of answers that missed the request's deadline, or the server's."""

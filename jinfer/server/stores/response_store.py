@@ -1,7 +1,7 @@
 """Response store: answers of /v1/responses with their conversations, in memory or in a folder.
 
 Bounded by number, bytes and age: the oldest are removed first. A record has the whole conversation
-    up to its answer, so that it can be continued without earlier records.
+up to its answer, so that it can be continued without earlier records.
 """
 
 from __future__ import annotations

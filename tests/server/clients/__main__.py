@@ -10,7 +10,7 @@ from tests.server.clients.checks import CLIENTS, Server, missing, run
 
 
 def main() -> int:
-    """Tries each check; 1 where one failed that does not depend on what the model says."""
+    """Run each check; return 1 if a check failed that does not depend on the model's answer."""
     parser = argparse.ArgumentParser(prog="python -m tests.server.clients")
     parser.add_argument("url", help="of the server, with /v1")
     parser.add_argument("model", help="what the server calls its model")

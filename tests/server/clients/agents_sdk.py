@@ -59,7 +59,7 @@ async def stream(server: Server) -> None:
 
 @CHECKS
 async def a_loop_of_tools(server: Server) -> None:
-    """The call has to come; what is said afterwards ends it."""
+    """Force a tool call; the following answer ends the run."""
     for responses in (False, True):
         asked = agent(server, responses=responses, tools=[weather], tool_choice="required")
         found = await agents.Runner.run(asked, "What is the weather in Paris?", max_turns=4)

@@ -52,14 +52,14 @@ class Check:
 
 
 class Checks(list[Check]):
-    """Those of a client; called, it takes one more."""
+    """The checks of a client; calling it adds a check."""
 
     def __call__(self, run: Callable[[Server], Any]) -> Callable[[Server], Any]:
         self.append(Check(run.__name__, run))
         return run
 
     def by_model(self, run: Callable[[Server], Any]) -> Callable[[Server], Any]:
-        """Takes one that depends on what the model says."""
+        """Add a check that depends on the model's answer."""
         self.append(Check(run.__name__, run, by_model=True))
         return run
 

@@ -174,7 +174,7 @@ def texts(server: Server) -> None:
 
 @CHECKS
 def vectors(server: Server) -> None:
-    """Without a word on it the SDK asks for base64."""
+    """The SDK requests base64 by default."""
     for more in ({}, {"encoding_format": "float"}):
         given = {"model": server.model, "input": ["a", "b"], "dimensions": 64, **more}
         assert len(client(server).embeddings.create(**given).data[1].embedding) == 64
@@ -182,7 +182,7 @@ def vectors(server: Server) -> None:
 
 @CHECKS
 def what_hosted_models_read(server: Server) -> None:
-    """Fields that say something to OpenAI's models and nothing to this one."""
+    """Fields with an effect on OpenAI's models only."""
     for field in (
         {"reasoning_effort": "low"},
         {"verbosity": "low"},

@@ -28,7 +28,7 @@ FORGET = """() => new Promise((resolve) => {
 
 @contextlib.contextmanager
 def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
-    """A page in a browser of its own, which asks nobody else and has nothing to complain of."""
+    """A page in its own browser, without requests to other hosts and without console errors."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
     context.set_default_timeout(20_000)
     page = context.new_page()
@@ -40,7 +40,7 @@ def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
 
 
 def watched(page: Any, url: str) -> list[str]:
-    """What a page complains of from now on, and whom else than the server it asks."""
+    """Record a page's console errors and its requests to other hosts."""
     complaints: list[str] = []
 
     def answer(dialog: Any) -> None:
@@ -133,7 +133,7 @@ def stream(
 
 
 def script(page: Any, *answers: str) -> list[Any]:
-    """Has answers come from a script instead of a model, the last one again and again.
+    """Take answers from a script instead of a model; the last answer repeats.
 
     Returns:
         The bodies of the requests, as they come.

@@ -1,4 +1,4 @@
-"""How the page shows what a model says, which may mean harm."""
+"""How the page shows answers of a model, which may be hostile."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Versions of messages beside one another, and answers that go on."""
+"""Versions of messages, and continued answers."""
 
 from typing import Any
 

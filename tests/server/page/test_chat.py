@@ -78,7 +78,7 @@ def test_conversations(page: Any) -> None:
 def test_stopping_ends_the_request(page: Any, smol: Running) -> None:
     set_values(page, {"ignore_eos": "true"})
     label = 'jinfer:request_success_total{finished_reason="abort",model_name="smol"} '
-    running = smol.hosted().llm.stats
+    running = smol.model().llm.stats
 
     def ended() -> float:
         text = httpx.get(f"{smol.url}/metrics").text
@@ -156,7 +156,7 @@ def test_settings_are_sent(page: Any) -> None:
 
 
 @pytest.mark.soak
-def test_a_setting_that_cannot_be(page: Any) -> None:
+def test_an_invalid_setting(page: Any) -> None:
     bodies = script(page, written("Yes."))
     for name, text in (("top_p", "3"), ("top_p", "-1"), ("top_k", "1.5"), ("logit_bias", "{")):
         set_values(page, {name: text})
@@ -185,7 +185,7 @@ def test_errors_are_shown(page: Any) -> None:
     expect(page.locator(".assistant .error")).to_have_text("The server does not answer.")
 
 
-def test_a_key_is_asked_for(browser: Any) -> None:
+def test_an_api_key_is_requested(browser: Any) -> None:
     model = ModelSource("llama", str(GOLDENS / "llama2"), TINY)
     settings = ServerSettings(keys=("secret",), warm_up=False)
     with serving([model], settings) as running, opened(browser, running.url) as page:

@@ -95,7 +95,7 @@ def test_conversations_of_earlier_versions_are_taken_over(page: Any) -> None:
 
 @pytest.mark.soak
 def test_many_long_conversations(page: Any, tmp_path: Path) -> None:
-    """More than localStorage could hold, and still found as one types."""
+    """Conversations beyond the size of localStorage are found while typing."""
     message = {"role": "user", "content": "some words " * 10_000}
     many = [
         {"id": str(n), "messages": [message], "updated": n, "title": f"t{n}"} for n in range(200)

@@ -8,7 +8,7 @@ from tests.server.running import Running
 
 
 def test_models_are_loaded_and_unloaded(browser: Any, smol: Running) -> None:
-    """By a server that has several, and refuses one."""
+    """A server with several models, of which a load is refused."""
     states = {"first": "loaded", "other": "unloaded", "broken": "unloaded", "vectors": "loaded"}
     acts: list[tuple[str, str]] = []
 

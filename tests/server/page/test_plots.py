@@ -30,7 +30,7 @@ def test_plots_of_the_engine(page: Any, smol: Running) -> None:
     found = re.fullmatch(r"Cache blocks: held (\d+), free (\d+)", label)
     assert found
     assert int(found[1]) > 0
-    assert int(found[1]) + int(found[2]) == smol.hosted().llm.stats().blocks
+    assert int(found[1]) + int(found[2]) == smol.model().llm.stats().blocks
     expect(plot(page, "Speculation")).to_be_hidden()
     expect(page.locator(".absent")).to_contain_text("no figures of drafts")
     page.locator("#tab-chat").click()

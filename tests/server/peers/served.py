@@ -37,7 +37,7 @@ TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A server, or a model of one."""
+    """A server, or a model of a server."""
 
     running: Running
     model: str | None = None

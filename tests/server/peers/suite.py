@@ -1,4 +1,4 @@
-"""A service's tests as a table of cases: what is asked, whether it holds here, and why not."""
+"""A service's tests as a table of cases: subject, whether it holds here, and why not."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ type Check = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Case:
-    """What one test of a file asks, or several alike.
+    """A test of a file, or several similar tests.
 
     Attributes:
         file: of the service.
@@ -65,7 +65,7 @@ class Suite:
         return sum(one.count for one in self.cases if one.holds)
 
     def run(self, servers: Any) -> list[str]:
-        """Tries all cases; what is not as the table says."""
+        """Run all cases; return the deviations from the table."""
         return [line for one in self.cases if (line := _tried(one, servers))]
 
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:

@@ -191,7 +191,7 @@ def _(at: Servers) -> None:
 
 
 def scores(target: Target) -> None:
-    """Pairs under all names, one to several, several to several."""
+    """Pairs under all names: single to several, several to several."""
     for one, two in (
         ("queries", "documents"),
         ("queries", "items"),
@@ -208,7 +208,7 @@ def scores(target: Target) -> None:
 
 
 def ranks(target: Target) -> None:
-    """Documents by their scores, the best ones, and a query that is too long."""
+    """Documents by score, the best documents, and a query that is too long."""
     given = {"query": "a", "documents": ["b", "c d", "e"]}
     results = target.post("/rerank", **given)["results"]
     found = [one["relevance_score"] for one in results]

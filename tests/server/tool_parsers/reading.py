@@ -95,7 +95,7 @@ def pieces(draw: st.DrawFn, texts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def mixed(marks: Sequence[str]) -> st.SearchStrategy[str]:
-    """Texts of a format's own marks and whatever may stand between them, in any order."""
+    """Texts of a format's marks and other text, in any order."""
     words = ["weather", "now", '{"name": "now"', '"arguments": ', '{"city": "a"}', "{}", "}", "]"]
     signs = [*"{}[]\",: \n<>|'\\", "é", "name", "nul", "function", "json", "to=functions.now", "-1"]
     return st.lists(st.sampled_from([*marks, *words, *signs]), max_size=25).map("".join)

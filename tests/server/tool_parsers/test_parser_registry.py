@@ -224,7 +224,7 @@ def test_what_is_no_call_stays_content(name: str, text: str) -> None:
 def test_a_call_that_the_limit_cuts(
     name: str, text: str, content: str, calls: list[tuple[str, str]], bound: bool
 ) -> None:
-    """It is a call with a part of its arguments, beside whole ones; its marks are no content."""
+    """A cut call has a part of its arguments, after whole calls; its marks are not content."""
     for end in range(len(text)):
         found = read(parser(TOOL_CALL_FORMATS[name], bound=bound), [text[:end]], cut=True)
         if end % 9 == 0:
@@ -311,7 +311,7 @@ def test_arguments_come_as_they_are_written() -> None:
         assert "".join(one.arguments for one in pieces) == '{"city": "Pa'
 
 
-def test_only_the_first_call_where_one_is_wanted() -> None:
+def test_only_the_first_call_without_parallel_calls() -> None:
     call = f'<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
     found = read(parser(HERMES, most=1), [f"Yes. {call}\n{call}\n{call}"])
     assert (found.content, found.calls) == ("Yes.", [("weather", PARIS)])

@@ -124,7 +124,7 @@ def test_tools_in_words() -> None:
 
 
 def test_tools_in_the_system_message() -> None:
-    """Phi-4-mini's template shows what stands in that message beside its content."""
+    """Phi-4-mini's template shows other fields of that message than its content."""
     source = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
     source += "{% if 'tools' in m %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}"
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
