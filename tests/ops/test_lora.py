@@ -42,7 +42,7 @@ def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call, grouped products, or products with all slots."""
     if way != "called":
         no_call = SimpleNamespace(reads_16_bit_weights=lambda: False)
-        monkeypatch.setattr(lora, "half_precision", no_call)
+        monkeypatch.setattr(lora, "dense", no_call)
     if way == "masked":
         monkeypatch.setattr(lora, "_is_grouped", lambda stacks: False)
 

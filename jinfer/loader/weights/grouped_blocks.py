@@ -8,7 +8,7 @@ fp16 block numbers
                          bit more, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
-                         with two-level scales (`two_level_scales`)
+                         with two-level scales (`split_scales`)
 
 Reordered inputs are sorted by their groups, and the order is stored (`ReorderedTensor`). The loss
 is measured in steps, the distance between two levels. If it is too large, or groups have other
