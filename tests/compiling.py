@@ -33,7 +33,7 @@ def shared_programs() -> Iterator[None]:
     compile_now = CompiledPrograms._compile
 
     def compile_once(self: CompiledPrograms, key: StepKey) -> Program:
-        if self.shelf is not None or type(self) is not CompiledPrograms:
+        if self.shelf is not None or self.pipeline is not None or self.device is not None:
             return compile_now(self, key)
         entry = self._shelf_entry(key)
         if entry not in _programs:

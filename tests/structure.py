@@ -63,8 +63,6 @@ JAX_UNITS = {
 PRIVATE_JAX = {
     "jinfer/distributed/collective_address.py": "the address of gloo's sockets",
     "jinfer/distributed/job_config.py": "clusters that JAX detects",
-    "jinfer/distributed/process_group.py": "the state of JAX's coordination service",
-    "jinfer/distributed/shared_compile_cache.py": "one process compiles for all",
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
     "jinfer/ops/cpu_library.py": "whether XLA has started",

@@ -18,6 +18,7 @@ from jinfer.distributed.initialize import join_job
 from jinfer.distributed.job_config import JobConfig
 from jinfer.distributed.process_group import LOST
 from jinfer.distributed.worker import worker_loop
+from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.loader.open_model import open_model
@@ -40,6 +41,16 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     """
     group = current_group()
     assert group is not None, "the process has joined a job"
+    try:
+        engine = _open(source, overrides, progress)
+    except USER_ERRORS as error:
+        group.gather(error=str(error))
+        raise
+    worker_loop(group, engine.runner.programs, engine.runner.leaves)
+
+
+def _open(source: str | Path, overrides: Mapping[str, Any], progress: bool) -> Engine:
+    """The engine of a worker, whose weights are loaded."""
     start()
     program_cache = use_persistent_cache()
     opened = open_model(source, overrides)
@@ -51,7 +62,7 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    worker_loop(group, engine.runner.programs, engine.runner.leaves)
+    return engine
 
 
 def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None]) -> int:
@@ -72,7 +83,7 @@ def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None])
         if group.rank:
             _ignore_signals()
             follow()
-            group.receive_from(0)  # the end, which ends the process
+            group.ended(group.receive()[0])
         status = lead()
         group.is_leaving = True
         close_all()  # before the job ends: running requests need the other ranks
@@ -82,7 +93,9 @@ def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None])
         group.end()
         raise
     except USER_ERRORS as error:
-        group.end(2, f"process {group.rank}: {error}")
+        if group.rank:
+            group.ended(group.receive()[0])
+        group.end(2, f"process 0: {error}")
         raise
     except BaseException as error:
         group.end(LOST, f"process {group.rank} failed: {type(error).__name__}: {error}")

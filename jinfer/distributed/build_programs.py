@@ -47,8 +47,7 @@ def build_distributed_programs(
     local_blocks = _local_cache_blocks(
         [stage for stage in stages if stage.device_group.local], opened
     )
-    every = group.gather(local_blocks)  # on rank 0 those of all ranks
-    shared = sizes(dict(group.broadcast(fewest_blocks(every))))
+    shared = sizes(fewest_blocks(group.gather(local_blocks)))
     lanes = MicroBatches(plan.lanes, opened.spec.engine.slots)
     pipeline = DistributedPipeline(
         group=group, model=model, sizes=shared, stages=stages, lanes=lanes

@@ -36,9 +36,7 @@ def check_consistency(group: ProcessGroup, opened: Opened) -> None:
         "checkpoint": _checkpoint(opened.checkpoint),
         "processor": str(as_whole_numbers(opened.dtype, opened.activations)),
     }
-    every = group.gather(local)
-    reason = group.broadcast(_difference(every))
-    if reason:
+    if reason := _difference(group.gather(local)):
         raise SourceError(reason)
 
 

@@ -1,345 +1,363 @@
-"""Distributed pipeline: the steps of a model whose stages are on several hosts.
+"""Distributed pipeline: the stages of a model on several hosts, one process on each.
 
-The programs of single stages are the same as in one process (`jinfer.parallel.stage_compiler`).
-Rank 0, the coordinator, broadcasts each call, and each rank launches its own stages' programs.
-Results are delivered through the worker state.
+Each process runs the same chain of programs, launches those of its own devices, and takes part in
+the collectives that move values between devices of several processes. Process 0, which has the
+scheduler, sends each call to the others first; what a call returns is moved to it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jinfer.distributed.futures import ResultFuture, remote_arrays
 from jinfer.distributed.process_group import ProcessGroup
-from jinfer.distributed.wire_format import ResultRef
-from jinfer.distributed.worker_state import DONE, OUT, PLACES, WorkerState
 from jinfer.engine.requests import EngineError
 from jinfer.engine.runner.compiled_programs import Program
-from jinfer.engine.runner.flat_batch import FlatBatch
-from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.engine.runner.step_forms import CacheStep, EncoderStep, ForwardStep, StateStep, Step
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.ops.attention.kv_cache import ENCODER
-from jinfer.parallel.device_groups import first_replica
-from jinfer.parallel.microbatches import MicroBatchRows
+from jinfer.parallel.device_groups import DeviceGroup, first_replica
+from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.pipeline import Pipeline
 
-LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"  # names of calls' results
-_ON_EACH_RANK = object()  # in place of a cache or a state, of which each rank has its own
 
-
-class RemoteReference:
-    """A reference to a result that stays on the rank that computed it, for a later call."""
-
-    def __init__(self, ref: ResultRef, shape: tuple[int, ...] = (), lane: int = 0) -> None:
-        self.ref, self.shape, self.lane = ref, shape, lane
-
-
-class RankProgram(NamedTuple):
-    """A rank's share of a step.
+class KeptResult:
+    """A result that stays where it was computed, for a later call.
 
     Attributes:
-        run: takes the call's number and its arguments without parameters, cache and state.
-        own: how many of a call's first arguments are parameters, cache and state.
-        like: the structure of what the call returns to rank 0; None: nothing.
+        number: of the call.
+        index: of the result among the call's.
+        shape: of the array.
     """
 
-    run: Callable[..., None]
-    own: int
-    like: Any = None
+    def __init__(self, number: int, index: int, shape: tuple[int, ...] = ()) -> None:
+        self.number, self.index, self.shape = number, index, shape
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedArray:
+    """An array of a call's results on process 0; conversion to NumPy waits.
+
+    Attributes:
+        array: the result, possibly still pending.
+        failed: called with an error of the computation, which shows only when waiting for it.
+    """
+
+    array: Array
+    failed: Callable[[BaseException], None]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        try:
+            array = np.asarray(self.array)
+        except Exception as error:
+            self.failed(error)
+            raise
+        return array if dtype is None else array.astype(dtype)
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+
+class InOrder(Launcher):
+    """Runs one program after another.
+
+    On CPUs a collective starts as soon as its inputs are there, in any order of the programs, and
+    gloo pairs the collectives of two processes by their order alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(threaded=False)
+
+    def __call__(self, name: str, program: Callable[..., Any], *given: Any) -> Any:
+        """The result of a program, computed."""
+        return jax.block_until_ready(program(*given))
 
 
 @dataclass(kw_only=True)
 class DistributedPipeline(Pipeline):
-    """The stages of all ranks, as one rank has them.
+    """The stages of all processes, as one process has them.
 
     Attributes:
         group: the job's processes.
-        worker: this rank's stages, caches and states.
+        leaves, caches, states: of a worker; process 0's engine has its own.
     """
 
     group: ProcessGroup
-    worker: WorkerState = field(init=False)
+    leaves: Any = ()
+    caches: Any = ()
+    states: Any = ()
+    _kept: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     _dropped: deque[int] = field(default_factory=deque)
+    _numbers: Iterator[int] = field(default_factory=count)
 
-    def __post_init__(self) -> None:
-        self.worker = WorkerState(group=self.group, compiler=self.compiler, lanes=self.lanes)
+    @cached_property
+    def launch(self) -> Launcher:
+        """Launches in the calling thread: collectives need one order in all processes."""
+        return InOrder() if self.home_device.platform == "cpu" else Launcher(threaded=False)
 
     def release(self) -> None:
-        """As `Pipeline.release`; rank 0 has all ranks do so."""
-        if self.group.rank == 0:
-            self.group.send_to_all(release=True)
+        """As `Pipeline.release`; process 0 has all processes do so."""
+        self._tell(release=True)
         super().release()
-        self.worker.threads.close()
-        self.worker.caches.clear()
-        self.worker.states.clear()
+        self.leaves = self.caches = self.states = ()
+        self._kept.clear()
 
     def allocate_kv_cache(self) -> Any:
-        """Has all ranks empty their caches."""
-        return self._reset("cache")
+        """As `Pipeline.allocate_kv_cache`, in all processes."""
+        self._tell(reset="cache")
+        return super().allocate_kv_cache()
 
     def empty_state(self) -> Any:
-        """Has all ranks reset their states."""
-        return self._reset("state")
+        """As `Pipeline.empty_state`, in all processes."""
+        self._tell(reset="state")
+        return super().empty_state()
 
-    def _reset(self, what: str) -> Any:
-        self.group.send_to_all(reset=what)
-        self.worker.reset(what)
-        return _ON_EACH_RANK
+    def _tell(self, **message: Any) -> None:
+        if self.group.rank == 0:
+            with self._reported_errors():
+                self.group.send(message)
 
     def program(self, step: Step, key: StepKey) -> Program:
-        """This rank's share of a step; on rank 0 the step as an engine calls it."""
-        if self.group.rank == 0:
-            # The workers compile theirs at the same time.
-            self.group.send_to_all(announce=asdict(key))
-        made = self._rank_program(step, key)
+        """The program of a step; on process 0 as an engine calls it."""
+        own = _own_arguments(step)
+        self._tell(announce=asdict(key))  # the others compile it at the same time
+        run = super().program(step, key)
         if self.group.rank:
-            return made.run
+            return partial(self._follow, step, run)
 
         def program(*arguments: Any) -> Any:
-            if made.own > 1:
-                self.worker.leaves = arguments[0]
-            return self._call(key, made, arguments[made.own :])
+            with self.group.ordered:
+                number, given = next(self._numbers), arguments[own:]
+                self._send_call(number, key, given)
+                return self._run(step, run, number, arguments[:own], self._with_kept(given))
 
         return program
 
-    def _rank_program(self, step: Step, key: StepKey) -> RankProgram:
-        match step:
-            case StateStep():
-                return self._state_program(step, key)
-            case CacheStep() if not step.reads and step.rows is None:
-                return self._cache_program(step, key)
-            case ForwardStep() if not step.drafted:
-                make = self._stateless_program if step.begin is None else self._stateful_program
-                return make(step, key)
-            case EncoderStep():
-                return self._fill_program(step) if step.want is None else self._encode_program(step)
-        raise EngineError(f"there is no {key.kind} with several processes; leave out [partition]")
-
-    def _call(self, key: StepKey, made: RankProgram, given: tuple[Any, ...]) -> Any:
-        """Has all ranks compute a call; returns what the engine expects of it."""
-        call = next(self.group.calls)
-        if key.kind == "set_slot":
-            given = ([np.asarray(leaf) for leaf in jax.tree.leaves(given[0])], *given[1:])
-        arguments = [_serializable(argument) for argument in given]
+    def _send_call(self, number: int, key: StepKey, given: tuple[Any, ...]) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self.group.send_to_all(shape=asdict(key), call=call, given=arguments, drop=dropped)
-        self.worker.drop(dropped)
-        coming = None if made.like is None else self.worker.results.expect(call, DONE)
-        made.run(call, *arguments)
-        kept = _ON_EACH_RANK
-        if key.kind == "logits":
-            lane, _ = self.lanes.of_slots(given[0])
-            shape = key.chosen, self.model.vocab
-            logits = self._keeping(RemoteReference(ResultRef(call, LOGITS), shape))
-            return kept, logits, RemoteReference(ResultRef(call, ROWS), lane=lane)
-        if coming is None:
-            return kept
-        outputs = remote_arrays(coming, made.like, self.group.fail)
-        match key.kind:
-            case "encode":
-                return outputs
-            case "sample":
-                return kept, outputs
-            case "decode":
-                return kept, kept, outputs
-            case "contrastive":
-                past = self._keeping(RemoteReference(ResultRef(call, PAST)))
-                return kept, past, *outputs
-        return kept, *outputs
+        self.drop(dropped)
+        described, arrays = list[Any](), list[np.ndarray]()
+        for leaf in jax.tree.leaves(given):
+            if isinstance(leaf, KeptResult):
+                described.append([leaf.number, leaf.index])
+            else:
+                described.append(None)
+                arrays.append(np.asarray(leaf))
+        message = {"call": number, "key": asdict(key), "arguments": described, "drop": dropped}
+        with self._reported_errors():
+            self.group.send(message, arrays)
 
-    @property
-    def _sampled(self) -> Any:
-        """A tree with the structure of the sampler's output."""
-        progress = jax.tree.map(lambda _: 0, self.compiler.state.progress)
-        return SamplerOutput(*(0,) * 4, progress)  # type: ignore[arg-type]
+    def decoded(
+        self, step: Any, described: Sequence[list[int] | None], arrays: Sequence[np.ndarray]
+    ) -> tuple[Any, ...]:
+        """The arguments of a call that process 0 has sent, in the structure of a step's."""
+        rest = iter(arrays)
+        leaves = [
+            next(rest) if kept is None else KeptResult(kept[0], kept[1]) for kept in described
+        ]
+        given = jax.tree.unflatten(jax.tree.structure(step.arguments), leaves)
+        return self._with_kept(given)
 
-    def _keeping(self, kept: RemoteReference) -> RemoteReference:
-        """Has a call's results dropped on their rank once the reference is garbage-collected."""
-        weakref.finalize(kept, self._dropped.append, kept.ref.call).atexit = False
+    def _with_kept(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        def value(leaf: Any) -> Any:
+            return self._kept[leaf.number][leaf.index] if isinstance(leaf, KeptResult) else leaf
+
+        return tuple(jax.tree.map(value, given))
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Drops the results that calls have left for later ones."""
+        for number in numbers:
+            self._kept.pop(number, None)
+
+    def _follow(self, step: Step, run: Program, number: int, given: tuple[Any, ...]) -> None:
+        """A worker's share of a call."""
+        own: Any = (self.states,)
+        if isinstance(step, CacheStep):
+            own = (self.caches,)
+        elif not isinstance(step, StateStep):
+            own = (self.leaves, self.caches, self.states)[: _own_arguments(step)]
+        results = self._run(step, run, number, own, given)
+        if not isinstance(step, ForwardStep) and not (isinstance(step, StateStep) and step.returns):
+            results = (results,)
+        if isinstance(step, StateStep):
+            self.states = results[0]
+        elif not isinstance(step, EncoderStep) or step.want is None:
+            self.caches = results[0]
+        if isinstance(step, ForwardStep) and step.samples:
+            self.states = results[1]
+
+    def _run(
+        self, step: Step, run: Program, number: int, own: tuple[Any, ...], given: tuple[Any, ...]
+    ) -> Any:
+        """Runs a call; its outputs are moved to process 0, or kept for later calls."""
+        with self._reported_errors():
+            results = run(*own, *given)
+            match step:
+                case EncoderStep(want=None) | CacheStep():
+                    return results
+                case EncoderStep():
+                    return self._fetched(results)
+                case StateStep() if not step.returns:
+                    return results
+            state = 2 if isinstance(step, ForwardStep) and step.samples else 1
+            outputs = results[state:]
+            kept = step.kept if isinstance(step, ForwardStep) else 0
+            if kept:
+                self._kept[number] = outputs[:kept]
+                if self.group.rank == 0:
+                    outputs = (*self._keeping(number, outputs[:kept]), *outputs[kept:])
+            moved = self._fetched(outputs[kept:])
+            return *results[:state], *outputs[:kept], *moved
+
+    def _keeping(self, number: int, values: Sequence[Any]) -> list[KeptResult]:
+        """References to kept results, which are dropped once the first is garbage-collected."""
+        kept = [
+            KeptResult(number, i, getattr(value, "shape", ())) for i, value in enumerate(values)
+        ]
+        weakref.finalize(kept[0], self._dropped.append, number).atexit = False
         return kept
 
-    def _state_program(self, step: StateStep, key: StepKey) -> RankProgram:
-        worker, program = self.worker, self.state_program(step, key)
-        if key.kind == "set_slot":
-            tree = jax.tree.structure(self.compiler.state)
+    def _fetched(self, outputs: Any) -> Any:
+        """Outputs moved from home to process 0."""
+        first = next(device for device in jax.devices() if device.process_index == 0)
+        moved = self.move(outputs, self.compiler.home, DeviceGroup((first,)))
+        if self.group.rank:
+            return moved
+        return jax.tree.map(lambda array: FetchedArray(array, self.group.fail), moved)
 
-            def set_slot(call: int, leaves: Any, slot: Any) -> None:
-                row = jax.tree.unflatten(tree, leaves)
-                lane, own = self.in_lane(step.slots, (row, slot))
+    def move(self, tree: Any, source: DeviceGroup | None, target: DeviceGroup) -> Any:
+        """As `Pipeline.move`, between processes by a collective."""
+        if not jax.tree.leaves(tree):
+            return tree
+        here = jax.process_index()
+        there = {device.process_index for device in target.devices}
+        have = set() if source is None else {device.process_index for device in source.devices}
+        if source is None or there <= have:
+            return super().move(tree, source, target) if target.local else _abstract(tree)
+        if here not in {source.devices[0].process_index, *there}:
+            return _abstract(tree)
+        return self._exchange(tree, source.devices[0], target)
 
-                def work() -> None:
-                    worker.states[lane] = program(worker.states[lane], *own)
+    def _exchange(self, tree: Any, source: jax.Device, target: DeviceGroup) -> Any:
+        """A collective of the source and the target's devices."""
+        leaves, structure = jax.tree.flatten(tree)
+        devices = tuple(dict.fromkeys((source, *target.devices)))
+        add = _adder(devices)
+        local = [device for device in devices if device.process_index == jax.process_index()]
+        rows: list[Array] = []
+        for leaf in leaves:
+            shape = (1, *leaf.shape)
+            own = [
+                jnp.reshape(_on(leaf, device), shape)
+                if device == source
+                else _zeros(shape, np.dtype(leaf.dtype), device)
+                for device in local
+            ]
+            sharding = NamedSharding(_mesh(devices), PartitionSpec("move"))
+            whole = (len(devices), *leaf.shape)
+            rows.append(jax.make_array_from_single_device_arrays(whole, sharding, own))
+        moved = self.launch("move", add, jax.block_until_ready(rows))
+        if not target.local:
+            return jax.tree.unflatten(structure, [_abstract(leaf) for leaf in leaves])
+        return jax.tree.unflatten(structure, [_shards_of(array, target) for array in moved])
 
-                worker.queue_at_home(lane, work)
-
-            return RankProgram(set_slot, 1)
-
-        def run(call: int, logits: ResultRef, given: Any, *mask: Any) -> None:
-            # Rows that only home knows come as a reference, with the micro-batch's number.
-            rows = (
-                MicroBatchRows(given["lane"], given["rows"]) if isinstance(given, dict) else given
-            )
-            lane, (_, own, *_) = self.in_lane(step.slots, (logits, rows))
-            get_logits, get_rows = worker.resolve(logits), worker.resolve(own)
-
-            def work() -> None:
-                arguments = get_logits(), get_rows(), *mask
-                chosen = worker.update_state(lane, lambda state: program(state, *arguments))
-                self._done(call, lane, chosen)
-
-            worker.queue_at_home(lane, work)
-
-        return RankProgram(run, 1, self._sampled)
-
-    def _cache_program(self, step: CacheStep, key: StepKey) -> RankProgram:
-        worker = self.worker
-        made = {n: self.compiler.of_cache(n, key, step).program for n in worker.local_stages}
-
-        def run(call: int, *arguments: Any) -> None:
-            def change(number: int) -> None:
-                worker.caches[number] = made[number](worker.caches[number], *arguments)
-
-            for number in made:
-                worker.threads.add(f"stage {number}", partial(change, number))
-
-        return RankProgram(run, 1)
-
-    def _stateful_program(self, step: ForwardStep, key: StepKey) -> RankProgram:
-        """Home computes the flat batch for all ranks, and what the step ends with."""
-        worker, parts = self.worker, self.forward_parts(step, key)
-
-        def run(call: int, *arguments: Any) -> None:
-            tables, rest = step.without_tables(arguments)
-            lane, own = self.in_lane(0, tuple(rest))
-            carried: ResultFuture = Future()
-
-            def begin() -> None:
-                batch, last, value = parts.begin(worker.states[lane], {}, *own)
-                carried.set_result(value)
-                ranks = set(range(self.group.size))
-                worker.deliver(call, PLACES, (batch, last), ranks, f"lane {lane}")
-
-            if key.kind == "logits":
-                worker.store(call, ROWS, carried)
-                logits = worker.store(call, LOGITS, Future())
-            worker.queue_at_home(lane, begin)
-            worker.run_decoder(call, parts.made, None, self.lanes.tables(lane, tables))
-
-            def finish(out: Any) -> None:
-                if parts.finish is None:
-                    logits.set_result(out["logits"])
-                    return
-                given = out, carried.result(), *own
-                output = worker.update_state(lane, lambda state: parts.finish(state, *given))
-                self._done(call, lane, output)
-
-            self._at_home(call, lane, finish)
-
-        return RankProgram(run, 3, self._sampled if step.samples else None)
-
-    def _stateless_program(self, step: ForwardStep, key: StepKey) -> RankProgram:
-        """Results of the last stage stay at home, or go to rank 0."""
-        worker, parts, stays = self.worker, self.forward_parts(step, key), key.kind == "contrastive"
-
-        def run(call: int, batch: Any, *rest: Any) -> None:
-            batch = FlatBatch(*batch)
-            worker.run_decoder(call, parts.made, batch, batch.tables)
-            arguments = [worker.resolve(argument) for argument in rest]
-            # The hidden states so far are large, and only the next call needs them: they stay.
-            past = worker.store(call, PAST, Future()) if stays else None
-
-            def finish(out: Any) -> None:
-                given = out, None, batch, *(resolve() for resolve in arguments)
-                outputs = parts.finish(*given)
-                if past is not None:
-                    past.set_result(outputs[0])
-                    outputs = outputs[1:]
-                self._done(call, 0, outputs)
-
-            self._at_home(call, 0, finish)
-
-        return RankProgram(run, 2, parts.outputs[1:] if stays else parts.outputs)
-
-    def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
-        """Queues `finish` at home, with the last stage's results."""
-        worker = self.worker
-        if worker.samples_here:
-            coming = worker.results.expect(call, OUT)
-            worker.queue_at_home(lane, lambda: finish(coming.result()))
-
-    def _done(self, call: int, lane: int, value: Any) -> None:
-        """Sends a call's result to rank 0."""
-        self.worker.deliver(call, DONE, value, {0}, f"lane {lane}")
-
-    def _fill_program(self, step: EncoderStep) -> RankProgram:
-        worker = self.worker
-        made = self.compiler.encoder(step.arguments[0], "hidden")
-        assert made[-1] is not None, "the last stage returns the encoder's output"
-        encoded = made[-1].out["hidden"]
-        filled = {
-            number: stage
-            for number, stage in enumerate(self.stages)
-            if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
-        }
-        programs = {n: self.compiler.fill(n, encoded).program for n in filled}
-        receivers = {rank for number in filled for rank in worker.owners(number)}
-
-        def run(call: int, tokens: Any, lengths: Any, table: Any) -> None:
-            worker.run_encoder(call, made, tokens, np.zeros_like(tokens), lengths)
-            self._at_home(
-                call,
-                0,
-                lambda out: worker.deliver(call, ENCODED, out["hidden"], receivers, "lane 0"),
-            )
-            local = [number for number in filled if number in worker.local_stages]
-            coming = worker.results.expect(call, ENCODED) if local else None
-
-            def fill(number: int) -> None:
-                assert coming is not None, "this rank has such a stage"
-                stage, cache = filled[number], worker.caches[number]
-                text = stage.device_group.replicate(coming.result()), lengths, table
-                worker.caches[number] = programs[number](worker.leaves[stage.leaves], cache, *text)
-
-            for number in local:
-                worker.threads.add(f"stage {number}", partial(fill, number))
-
-        return RankProgram(run, 2)
-
-    def _encode_program(self, step: EncoderStep) -> RankProgram:
-        worker, want = self.worker, step.want
-        assert want is not None, "it has a result"
-        made = self.compiler.encoder(step.arguments[0], want)
-
-        def run(call: int, tokens: Any, types: Any, lengths: Any) -> None:
-            worker.run_encoder(call, made, tokens, types, lengths)
-            self._at_home(call, 0, lambda out: self._done(call, 0, _float32(out[want])))
-
-        return RankProgram(run, 2, 0)
+    @contextmanager
+    def _reported_errors(self) -> Iterator[None]:
+        """Ends the job where a computation fails, as it does when a process is lost."""
+        try:
+            yield
+        except Exception as error:  # XLA's errors have several classes
+            self.group.fail(error)
 
 
-def _float32(array: Array) -> np.ndarray:
-    return np.asarray(first_replica(array)).astype(np.float32)
+def key_of(fields: dict[str, Any]) -> StepKey:
+    """A step key from its fields as JSON has them, with lists for tuples."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return StepKey(**values)
 
 
-def _serializable(given: Any) -> Any:
-    """An argument as it is sent: NumPy arrays, and references to results on other ranks."""
-    if isinstance(given, RemoteReference):
-        if given.ref.name == ROWS:
-            return {"lane": given.lane, "rows": given.ref}
-        return given.ref
-    if isinstance(given, dict | FlatBatch):
-        return jax.tree.map(np.asarray, given)
-    if isinstance(given, list):
-        return given
-    return np.asarray(given)
+def _own_arguments(step: Step) -> int:
+    """How many of a call's first arguments are parameters, cache and state."""
+    match step:
+        case StateStep():
+            return 1
+        case CacheStep() if not step.reads and step.rows is None:
+            return 1
+        case ForwardStep() if not step.drafted:
+            return 2 if step.begin is None else 3
+        case EncoderStep():
+            return 2
+    raise EngineError("this cannot be computed by several processes; leave out [partition]")
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+_meshes: dict[tuple[jax.Device, ...], Mesh] = {}
+_adders: dict[tuple[jax.Device, ...], Callable[[list[Array]], list[Array]]] = {}
+_zeros_of: dict[Any, Array] = {}
+
+
+def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
+    if devices not in _meshes:
+        _meshes[devices] = Mesh(np.array(devices), ("move",))
+    return _meshes[devices]
+
+
+def _adder(devices: tuple[jax.Device, ...]) -> Callable[[list[Array]], list[Array]]:
+    """A function that adds up rows, of which only one is not zero: to the bit."""
+    if devices not in _adders:
+
+        def add(rows: list[Array]) -> list[Array]:
+            return [_added(row) for row in rows]
+
+        whole = NamedSharding(_mesh(devices), PartitionSpec())
+        _adders[devices] = jax.jit(add, out_shardings=whole)
+    return _adders[devices]
+
+
+def _added(rows: Array) -> Array:
+    if rows.dtype == jnp.bool_:
+        return rows.any(axis=0)
+    if jnp.issubdtype(rows.dtype, jnp.integer):
+        return rows.sum(0, dtype=rows.dtype)
+    bits = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+    total = lax.bitcast_convert_type(rows, bits).sum(0, dtype=bits)
+    return lax.bitcast_convert_type(total, rows.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Array:
+    key = shape, dtype, device
+    if key not in _zeros_of:
+        _zeros_of[key] = jax.device_put(np.zeros(shape, dtype), device)
+    return _zeros_of[key]
+
+
+def _on(leaf: Array, device: jax.Device) -> Array:
+    """The copy of a replicated array on a device."""
+    if len(leaf.sharding.device_set) == 1:
+        return first_replica(leaf)
+    return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+
+def _shards_of(array: Array, target: DeviceGroup) -> Array:
+    """An array that is replicated on more devices, on those of a group."""
+    copies = {shard.device: shard.data for shard in array.addressable_shards}
+    own: list[Array] = [copies[target.devices[i]] for i in target.local]
+    if len(target.devices) == 1:
+        return own[0]
+    return jax.make_array_from_single_device_arrays(array.shape, target.replicated, own)

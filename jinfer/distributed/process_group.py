@@ -1,30 +1,41 @@
-"""Process group: messages between the ranks of a job, heartbeats, and what to do on a loss."""
+"""Process group: the processes of a job, which JAX's multi-controller runtime has joined.
+
+Each process runs the same programs. What process 0 decides reaches the others by a collective over
+one CPU device of each process. JAX's coordination service notices who is lost.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
-from queue import SimpleQueue
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from jinfer.distributed.connection import Link, LinkError, MessageError
-from jinfer.distributed.futures import PendingResults
-from jinfer.distributed.message_schemas import message_kind
-from jinfer.distributed.wire_format import FrameError
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import ProcessFailureError, live_devices
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jinfer.loader.config.source_errors import SourceError
 
 LOST = 3  # exit status of a process that has lost another one
-_PARTING = 10.0  # seconds that others may take to end
-_BEAT = 2.0  # seconds between heartbeats
-_SHOWS = 1.0  # seconds in which the loss of another process is noticed
-SILENT = 10.0  # seconds without a heartbeat after which a process counts as not answering
+HEARTBEAT = 10  # seconds without a heartbeat after which JAX counts a process as lost
+_WATCH = 2.0  # seconds between two checks of all processes
+SILENT = 5.0  # seconds that a check may take until a process counts as not answering
+_FIRST = 4096  # bytes of the first part of a message
+_LONGEST = 4096  # bytes of a message over a connection
+_HEADER = 8  # bytes of its length
 _log = logging.getLogger("jinfer")
+
+type Arrays = Sequence[np.ndarray]
 
 
 @dataclass(eq=False)
@@ -32,202 +43,218 @@ class ProcessGroup:
     """The processes of a job, as one of them sees them.
 
     Attributes:
-        rank: this process's rank.
-        size: how many processes there are.
-        links: connections to the other ranks.
-        inboxes: received messages of each other rank, in order.
-        results: results of calls that this rank waits for.
-        calls: numbers for calls, unique in the job.
-        mute: why collectives between devices of several ranks are not possible; "": they are.
-        parting: whether this process is about to end, and does not wait for silent ranks.
-        farewells: called with the reason before this process ends; each may take a second.
+        rank: this process's number.
+        addresses: of each process.
+        connections: to process 0, or from it to the others: they end when a process does.
+        no_collectives: why collectives between devices of several processes are not possible; "":
+            they are.
+        is_leaving: whether this process is about to end.
+        exit_callbacks: called with the reason before this process ends; each may take a second.
+        ordered: held while collectives are launched, which every process has to do in one order.
     """
 
     rank: int
-    size: int
-    links: Mapping[int, Link]
-    inboxes: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
-    results: PendingResults = field(default_factory=PendingResults)
-    calls: Iterator[int] = field(default_factory=count)
+    addresses: tuple[str, ...]
+    connections: Mapping[int, Connection]
     no_collectives: str = ""
     is_leaving: bool = False
     exit_callbacks: list[Callable[[str], object]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _gone: dict[int, threading.Event] = field(default_factory=dict)
-    _one_gone: threading.Event = field(default_factory=threading.Event)
-    _heard: dict[int, float] = field(default_factory=dict)
-    _ending: bool = False
+    ordered: threading.RLock = field(default_factory=threading.RLock)
+    _checked: float = field(default_factory=time.monotonic)
+    _ending: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        for other, link in self.links.items():
-            self.inboxes[other], self._gone[other] = SimpleQueue(), threading.Event()
-            self._heard[other] = time.monotonic()
-            for work in (self._read, self._beat):
-                thread = threading.Thread(
-                    target=work, args=(other, link), name=f"process {other}", daemon=True
-                )
-                thread.start()
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return len(self.addresses)
 
-    def send(self, other: int, **message: Any) -> None:
-        """Sends a message to another rank."""
-        try:
-            self.links[other].send(message)
-        except LinkError:
-            self._lost(other)
+    def watch_connections(self) -> None:
+        """Starts a thread that notices processes that have ended."""
+        threading.Thread(target=self._watch_connections, name="lost", daemon=True).start()
 
-    def send_to_all(self, **message: Any) -> None:
-        """Sends a message to all other ranks."""
-        for other in self.links:
-            self.send(other, **message)
-
-    def receive_from(self, other: int) -> Any:
-        """The next message of another rank; waits for it."""
-        return self.inboxes[other].get()
-
-    def seconds_silent(self, other: int) -> float:
-        """Seconds since the last message or heartbeat of another rank."""
-        return time.monotonic() - self._heard[other]
+    def watch_heartbeats(self) -> None:
+        """Starts a thread that notices processes that do not answer JAX's coordination service."""
+        threading.Thread(target=self._watch_heartbeats, name="heartbeats", daemon=True).start()
 
     def complaint(self) -> str:
-        """Names a rank that does not answer; "": all do."""
-        for other in self.links:
-            if (seconds := self.seconds_silent(other)) > SILENT:
-                return f"{self._named(other)} has not answered for {seconds:.0f} s"
-        return ""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Gather: the values of all ranks on rank 0; on the others their own only."""
-        if self.rank:
-            self.send(0, value=value)
-            return [value]
-        return [value, *(self.receive_from(other)["value"] for other in range(1, self.size))]
+        """Reports that a process does not answer; "": all do."""
+        seconds = time.monotonic() - self._checked
+        if seconds < _WATCH + SILENT:
+            return ""
+        return f"a process of the job has not answered for {seconds:.0f} s"
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast: rank 0's value on all ranks."""
-        if self.rank:
-            return self.receive_from(0)["value"]
-        self.send_to_all(value=value)
+        """Process 0's value on all processes."""
+        return self.receive()[0] if self.rank else self.send(value)
+
+    def gather(self, value: Any = None, error: str = "") -> list[Any]:
+        """The values of all processes, on all of them.
+
+        Args:
+            error: why this process has no value.
+
+        Raises:
+            SourceError: a process has no value.
+        """
+        contents = self._exchange(json.dumps({"value": value, "error": error}).encode())
+        found = [_split(content)[0] for content in contents]
+        if "arrays" in found[0]:  # process 0 has ended the job meanwhile
+            self.ended(found[0]["value"])
+        for rank, each in enumerate(found):
+            if each["error"]:
+                raise SourceError(f"process {rank}: {each['error']}")
+        return [each["value"] for each in found]
+
+    def send(self, value: Any, arrays: Arrays = ()) -> Any:
+        """Sends a value and arrays from process 0 to all others, which `receive` them.
+
+        Raises:
+            SourceError: another process has failed.
+        """
+        data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+        for rank, content in enumerate(self._exchange(_head(value, arrays), data)):
+            if rank and content and (error := _split(content)[0].get("error")):
+                raise SourceError(f"process {rank}: {error}")
         return value
 
+    def receive(self) -> tuple[Any, list[np.ndarray]]:
+        """What process 0 sends: a value, and arrays."""
+        head, data = _split(self._exchange(b"")[0])
+        arrays, begin = [], 0
+        for dtype, shape in head["arrays"]:
+            array = np.frombuffer(data, dtype, int(np.prod(shape)), begin).reshape(shape)
+            begin += array.nbytes
+            arrays.append(array)
+        return head["value"], arrays
+
     def end(self, status: int = 0, reason: str = "") -> None:
-        """Ends the job for all other ranks; this process goes on alone.
+        """Ends the job for all other processes; this one goes on alone.
 
         Args:
             status: the exit status of the others.
             reason: the error that they show.
         """
-        with self._lock:
-            begun, self._ending = self._ending, True
-        if begun:  # by another rank: a thread is about to end this process
-            threading.Event().wait()
-        for link in self.links.values():
-            with suppress(LinkError):  # that rank has ended already
-                link.send({"end": status, "reason": reason})
-        if status != LOST:
-            self._part()
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread is about to end this process
+        # A call that waits for a lost process holds the lock: the loss ends the others as well.
+        if self.rank == 0 and self.ordered.acquire(timeout=SILENT):
+            with suppress(jax.errors.JaxRuntimeError):
+                self._exchange(_head({"end": status, "reason": reason}))
+                self._exchange(b"")  # until all have it
+            self.ordered.release()
+
+    def ended(self, message: Mapping[str, Any]) -> None:
+        """Ends this process, because process 0 has ended the job."""
+        self._ending.acquire(blocking=False)
+        with suppress(jax.errors.JaxRuntimeError):
+            self._exchange(b"")
+        self.leave(message["end"], message["reason"])
 
     def leave(self, status: int, reason: str) -> None:
         """Ends this process at once, with a line on stderr."""
         if reason:
             print(f"error: {reason}", file=sys.stderr, flush=True)
-        for farewell in self.exit_callbacks:
+        for callback in self.exit_callbacks:
             with suppress(Exception):  # the process ends in any case
-                farewell(reason)
+                callback(reason)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
+    def lost(self, other: int) -> None:
+        """Ends this process because another one was lost, unless the job is about to end."""
+        if self._ending.acquire(blocking=False):
+            who = f"process {other} of {self.size} at {self.addresses[other]}"
+            for rank, connection in self.connections.items():
+                if self.rank == 0 and rank != other:
+                    with suppress(OSError):
+                        connection.send_bytes(json.dumps({"lost": other}).encode())
+            self.leave(LOST, f"{who} was lost; the job ends")
+
     def fail(self, error: BaseException) -> None:
-        """Ends the job because of an error on this rank."""
-        # A collective with a lost rank fails too, possibly before the lost connection is noticed:
-        # then the loss is the reason to show.
-        if self._one_gone.wait(_SHOWS):
-            threading.Event().wait()  # the thread that noticed the loss ends this process
-        said = " ".join(str(error).split())
-        reason = f"process {self.rank} failed: {type(error).__name__}: {said}"
-        self.end(LOST, reason)
-        self.leave(LOST, reason)
+        """Ends the job because of an error on this process."""
+        # A collective with a lost process fails before it is known who is lost.
+        time.sleep(HEARTBEAT + 2 * _WATCH)
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()
+        text = " ".join(str(error).split())
+        self.leave(LOST, f"process {self.rank} failed: {type(error).__name__}: {text}")
 
-    def abandon(self) -> None:
-        """The rendezvous has failed: the loss of a rank no longer ends this process."""
-        with self._lock:
-            self._ending = True
-        for gone in self._gone.values():
-            gone.set()
+    def _watch_connections(self) -> None:
+        ended = wait(list(self.connections.values()))[0]
+        rank = next(n for n, connection in self.connections.items() if connection is ended)
+        try:
+            self.lost(json.loads(self.connections[rank].recv_bytes(_LONGEST))["lost"])
+        except (OSError, EOFError, ValueError, KeyError):
+            self.lost(rank)
 
-    def _read(self, other: int, link: Link) -> None:
+    def _watch_heartbeats(self) -> None:
+        every = set(range(self.size))
         while True:
             try:
-                message = link.receive()
-                what = message_kind(message)
-            except (LinkError, FrameError) as error:
-                self._gone[other].set()
-                self._one_gone.set()
-                unread = isinstance(error, MessageError | FrameError)
-                self._lost(other, f"sent what cannot be read: {error}" if unread else "was lost")
+                with live_devices(jax.devices()) as devices:
+                    lost = every - {device.process_index for device in devices}
+            except ProcessFailureError as error:
+                lost = {device.process_index for device in error.failed_devices}
+            except jax.errors.JaxRuntimeError:  # the coordination service is in process 0
+                lost = {0}
+            except RuntimeError:  # JAX's runtime has been shut down
                 return
-            self._heard[other] = time.monotonic()
-            match what:
-                case "beat":
-                    pass
-                case "result":
-                    self.results.put(message["call"], message["result"], message["value"])
-                case "end":
-                    ending = message["end"], message["reason"]
-                    threading.Thread(target=self._ended, args=ending, daemon=True).start()
-                case _:
-                    self.inboxes[other].put(message)
+            if lost - {self.rank}:
+                self.lost(min(lost - {self.rank}))
+            self._checked = time.monotonic()
+            time.sleep(_WATCH)
 
-    def _beat(self, other: int, link: Link) -> None:
-        """Sends heartbeats, and logs when another rank's are missing, and when they come again."""
-        missed = 0  # checks in a row that found the other rank silent
-        reported = False
-        for number in count():
-            if self._gone[other].wait(_BEAT):
-                return
-            if self.is_leaving and self.seconds_silent(other) > SILENT:
-                self.leave(LOST, f"{self._named(other)} does not answer; the job ends without it")
-            # Two checks in a row, since this process may itself have been stopped.
-            missed = missed + 1 if self.seconds_silent(other) > SILENT else 0
-            if (missed > 1) != reported:
-                reported = not reported
-                change = "does not answer; what needs it waits" if reported else "answers again"
-                _log.warning("%s %s", self._named(other), change)
-            try:
-                link.send({"beat": number})
-            except LinkError:
-                return  # the reading thread handles the loss
+    @cached_property
+    def _mesh(self) -> Mesh:
+        """One device of each process, a CPU where JAX knows any."""
+        try:
+            devices = jax.devices("cpu")
+        except RuntimeError:
+            devices = jax.devices()
+        first = {device.process_index: device for device in reversed(devices)}
+        return Mesh(np.array([first[rank] for rank in range(self.size)]), ("process",))
 
-    def _ended(self, status: int, reason: str) -> None:
-        """Ends this process, whatever it is doing, because another rank has ended the job."""
-        with self._lock:
-            begun, self._ending = self._ending, True
-        if begun:
-            return
-        if status != LOST:
-            self._part()
-        self.leave(status, reason)
+    @cached_property
+    def _add(self) -> Callable[..., Any]:
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        return jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
 
-    def _part(self) -> None:
-        """Closes JAX's own connections; each rank waits for the others to do so."""
-        import jax
-        from jax._src import distributed
+    def _exchange(self, head: bytes, data: bytes = b"") -> list[bytes]:
+        """What each process passes, on all of them: a JSON object, and data that follow it."""
+        content = len(head).to_bytes(_HEADER) + head + data if head else b""
+        content = len(content).to_bytes(_HEADER) + content
+        with self.ordered:
+            rows = self._pieces(content[:_FIRST], _FIRST)
+            sizes = [int.from_bytes(row[:_HEADER].tobytes()) + _HEADER for row in rows]
+            if (rest := max(sizes) - _FIRST) > 0:
+                more = self._pieces(content[_FIRST:], _padded(rest))
+                rows = np.concatenate([rows, more], axis=1)
+        return [row[_HEADER:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-        state = distributed.global_state
-        if self.rank == 0 and state.client is not None:
-            # The service has to outlive the other ranks' connections; JAX does not ensure that.
-            state.client.shutdown()
-            state.client = None
-            for gone in self._gone.values():
-                gone.wait(_PARTING)
-        jax.distributed.shutdown()
+    def _pieces(self, own: bytes, size: int) -> np.ndarray:
+        """The bytes of each process, as the sum of rows of which each has set its own."""
+        rows = np.zeros((self.size, size), np.uint8)
+        rows[self.rank, : len(own)] = np.frombuffer(own, np.uint8)
+        sharding = NamedSharding(self._mesh, PartitionSpec("process"))
+        here = jax.device_put(rows[None], self._mesh.devices[self.rank])
+        shape = (self.size, *rows.shape)
+        every = jax.make_array_from_single_device_arrays(shape, sharding, [here])
+        return np.asarray(self._add(every).addressable_data(0))
 
-    def _lost(self, other: int, how: str = "was lost") -> None:
-        with self._lock:
-            if self._ending:
-                return
-            self._ending = True
-        self.leave(LOST, f"{self._named(other)} {how}; the job ends")
 
-    def _named(self, other: int) -> str:
-        return f"process {other} of {self.size} at {self.links[other].where}"
+def _padded(size: int) -> int:
+    """A size for which a program is compiled: a power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _head(value: Any, arrays: Arrays = ()) -> bytes:
+    """The JSON object of a message from process 0."""
+    described = [[array.dtype.str, array.shape] for array in arrays]
+    return json.dumps({"value": value, "arrays": described}).encode()
+
+
+def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The JSON object of a message, and the data that follow it."""
+    end = _HEADER + int.from_bytes(content[:_HEADER])
+    return json.loads(content[_HEADER:end]), content[end:]

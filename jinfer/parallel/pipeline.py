@@ -150,6 +150,14 @@ class Pipeline:
         """A state for each micro-batch, without running sequences."""
         return tuple(self.compiler.empty_state() for _ in range(self.lanes.count))
 
+    def move(self, tree: Any, source: DeviceGroup | None, target: DeviceGroup) -> Any:
+        """Arrays of one group of devices, or of the host, replicated on another; asynchronous.
+
+        Args:
+            source: where the arrays are; None: on the host.
+        """
+        return target.replicate_tree(tree)
+
     def abstract_rows(self, count: int) -> tuple[Any, ...]:
         """The abstract results of "gather_blocks", for each stage with all its devices' shards."""
         compiler = self.compiler
@@ -199,7 +207,7 @@ class Pipeline:
         def run(states: MicroBatchStates, *arguments: Any) -> Any:
             lane, own = self.in_lane(step.slots, arguments)
             result = self.launch(f"lane {lane}", program, states[lane], *own)
-            if key.kind == "set_slot":
+            if not step.returns:
                 return self.lanes.changed(states, lane, result)
             state, output = result
             return self.lanes.changed(states, lane, state), output
@@ -274,11 +282,11 @@ class Pipeline:
 
     def _forward_step(self, step: ForwardStep, key: StepKey) -> Program:
         parts = self.forward_parts(step, key)
-        flow = PipelineForward(self, parts.made)
+        flow, home = PipelineForward(self, parts.made), self.compiler.home
 
         def stateless(leaves: Any, caches: StageCaches, batch: Any, *rest: Any) -> Any:
             batch = FlatBatch(*batch)
-            caches, out = flow(leaves, caches, batch, None, 0)
+            caches, out = flow(leaves, caches, batch, None, None, 0)
             return caches, *parts.finish(out, None, batch, *rest)
 
         def run(leaves: Any, caches: StageCaches, states: MicroBatchStates, *arguments: Any) -> Any:
@@ -288,15 +296,14 @@ class Pipeline:
             batch, last, carried = self.launch(thread, parts.begin, states[lane], {}, *own)
             # The tables of draft trees are by row of their nodes, the others by slot.
             here = tables if step.drafted else self.lanes.tables(lane, tables)
-            batch = batch._replace(tables=here)
-            caches, out = flow(leaves, caches, batch, last, lane)
+            caches, out = flow(leaves, caches, batch._replace(tables=here), last, home, lane)
             if parts.finish is None:
                 logits, rows = step.finish(states[lane], out, carried, *own)
                 return caches, logits, MicroBatchRows(lane, rows)
             state, output = self.launch(thread, parts.finish, states[lane], out, carried, *own)
             for number, accept in enumerate(parts.accepts):
                 if accept is not None:
-                    sampled = batch, own[0].roots, output.tokens
+                    sampled = batch._replace(tables=here), own[0].roots, output.tokens
                     caches = self._accepted(number, accept, caches, sampled)
             return caches, self.lanes.changed(states, lane, state), output
 
@@ -314,10 +321,12 @@ class Pipeline:
         if step.want is None:
             return self._fill(step)
         want, made = step.want, self.compiler.encoder(step.arguments[0], step.want)
+        assert made[-1] is not None, "the last stage returns the encoder's output"
+        out = self.compiler.on_home(made[-1].out[want])
+        cast_to_float = self.compiler.at_home(key, _float32, (), out).program
 
         def run(leaves: Any, caches: Any, tokens: Any, types: Any, lengths: Any) -> Any:
-            out = self._encode(made, leaves, tokens, types, lengths)[want]
-            return first_replica(out).astype(jnp.float32)
+            return cast_to_float(self._encode(made, leaves, tokens, types, lengths)[want])
 
         return run
 
@@ -325,7 +334,7 @@ class Pipeline:
         """Puts an encoder's output into the caches of the stages with cross-attention."""
         made = self.compiler.encoder(step.arguments[0], "hidden")
         assert made[-1] is not None, "the last stage returns the encoder's output"
-        encoded = made[-1].out["hidden"]
+        encoded, home = made[-1].out["hidden"], self.compiler.home
         fills = {
             number: self.compiler.fill(number, encoded).program
             for number, stage in enumerate(self.stages)
@@ -337,7 +346,7 @@ class Pipeline:
             filled = list(caches)
             for number, fill in fills.items():
                 stage = self.stages[number]
-                text = stage.device_group.replicate(encoded), lengths, table
+                text = self.move(encoded, home, stage.device_group), lengths, table
                 arguments = self.leaves_of(number, leaves), caches[number], *text
                 filled[number] = self.launch(f"stage {number}", fill, *arguments)
                 if stage.streamed:
@@ -349,15 +358,18 @@ class Pipeline:
 
     def _encode(self, made: tuple[CompiledStage | None, ...], leaves: Any, *texts: Any) -> Any:
         """The results of an encoder's forward pass through all stages."""
-        x = None
+        x, before = None, None
         for number, (stage, encoder) in enumerate(zip(self.stages, made, strict=True)):
             if encoder is None:
                 continue
-            x = None if x is None else stage.device_group.replicate(x)
-            x = encoder.program(self.leaves_of(number, leaves), x, *texts)
+            x = self.move(x, before, stage.device_group)
+            x, before = (
+                encoder.program(self.leaves_of(number, leaves), x, *texts),
+                stage.device_group,
+            )
             if stage.streamed:
                 self.streams[number].computed(x)
-        return x
+        return jax.tree.map(_first_replica, x)
 
     def _tap_step(self, step: TapStep, key: StepKey) -> Program:
         made = [self.compiler.tapped(number, key.tokens) for number in range(len(self.stages))]
@@ -384,24 +396,40 @@ class PipelineForward:
     made: tuple[CompiledStage, ...]
 
     def __call__(
-        self, leaves: Any, caches: StageCaches, batch: FlatBatch, last: Any, lane: int
+        self,
+        leaves: Any,
+        caches: StageCaches,
+        batch: FlatBatch,
+        last: Any,
+        source: DeviceGroup | None,
+        lane: int,
     ) -> tuple[StageCaches, Any]:
-        """The caches, and the results at home."""
+        """The caches, and the results at home.
+
+        Args:
+            batch: its block tables are the host's.
+            last: as of `stage_forward.decoder_forward`.
+            source: where batch and `last` are; None: on the host.
+        """
         new_caches, x = list[Any](), None
         pipeline, timeline = self.pipeline, self.pipeline.timeline
-        batches: dict[DeviceGroup, FlatBatch] = {}
+        batches: dict[DeviceGroup, tuple[FlatBatch, Any]] = {}
+        tables, before = batch.tables, None
+        batch = batch._replace(tables={})
 
-        def batch_on(device_group: DeviceGroup) -> FlatBatch:
+        def batch_on(device_group: DeviceGroup) -> tuple[FlatBatch, Any]:
             if device_group not in batches:
-                batches[device_group] = device_group.replicate_tree(batch)
+                moved, last_there = pipeline.move((batch, last), source, device_group)
+                there = pipeline.move(tables, None, device_group)
+                batches[device_group] = moved._replace(tables=there), last_there
             return batches[device_group]
 
         for number, (stage, made) in enumerate(zip(pipeline.stages, self.made, strict=True)):
-            hidden, here = stage.device_group.replicate_tree(x), batch_on(stage.device_group)
-            weights = pipeline.leaves_of(number, leaves)
-            chosen = stage.device_group.replicate_tree(last) if stage.last else None
-            arguments = weights, caches[number], hidden, here, chosen
-            on_host = () if stage.host is None else (batch_on(stage.host),)
+            here, last_here = batch_on(stage.device_group)
+            hidden = pipeline.move(x, before, stage.device_group)
+            weights, before = pipeline.leaves_of(number, leaves), stage.device_group
+            arguments = weights, caches[number], hidden, here, last_here if stage.last else None
+            on_host = () if stage.host is None else (batch_on(stage.host)[0],)
             cache, x = pipeline.launch(f"stage {number}", made.program, *arguments, *on_host)
             # So that offloaded weights are freed as soon as the device has used them.
             del weights, arguments
@@ -410,7 +438,16 @@ class PipelineForward:
             new_caches.append(cache)
             if timeline is not None:
                 timeline.note(number, lane, here.tokens if hidden is None else hidden, x)
-        return tuple(new_caches), jax.tree.map(first_replica, x)
+        return tuple(new_caches), jax.tree.map(_first_replica, x)
+
+
+def _first_replica(array: Any) -> Any:
+    """As `first_replica`; an abstract array stays."""
+    return first_replica(array) if isinstance(array, jax.Array) else array
+
+
+def _float32(array: Any) -> Any:
+    return array.astype(jnp.float32)
 
 
 def _nothing(*_: Any) -> None:

@@ -76,6 +76,8 @@ class StageCompiler:
 
     def empty_state(self) -> states.State:
         """A micro-batch's state without running sequences."""
+        if not self.home.local:
+            return self.state
         sizes = self.sizes
         state = states.empty_state(self.lanes.rows, sizes.context, sizes.vocab)
         return jax.device_put(state, self.home.replicated)
@@ -88,7 +90,9 @@ class StageCompiler:
         return self.home.abstract_replicated(jax.eval_shape(state))
 
     def empty_cache(self, stage: PipelineStage) -> Any:
-        """A stage's KV cache pools, filled with zeros."""
+        """A stage's KV cache pools, filled with zeros; abstract ones of another process's stage."""
+        if not stage.device_group.local:
+            return self.cache(stage)
         return sharded_zeros(self.cache(stage))
 
     def decoder(
@@ -269,7 +273,9 @@ class StageCompiler:
         given: Any,
         device_group: DeviceGroup | None = None,
     ) -> CompiledStage:
-        """Compiles a function for a stage's devices or for home; only traces for other processes'.
+        """Compiles a function for a stage's devices or for home.
+
+        The program of another process's devices returns abstract arrays.
 
         Args:
             donated: the arguments whose buffers may be reused.
@@ -278,7 +284,8 @@ class StageCompiler:
         where = device_group or self.home
         with self._tracing, target_platform(where.platform):
             if not where.local:
-                return CompiledStage(_on_another_rank, jax.eval_shape(function, *given))
+                out = jax.eval_shape(function, *given)
+                return CompiledStage(lambda *_: out, out)
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return CompiledStage(compiled(lowered), lowered.out_info)
 
@@ -343,7 +350,3 @@ def sharded_zeros(abstract: Any) -> Any:
     shardings = jax.tree.map(lambda array: array.sharding, abstract)
     zeros = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), abstract)
     return jax.jit(zeros, out_shardings=shardings)()
-
-
-def _on_another_rank(*_: Any) -> Any:
-    raise AssertionError("another process has the devices of this program")

@@ -61,13 +61,14 @@ class Hosts:
         """Where anybody listens."""
         text = self.on(host, lambda: Path("/proc/thread-self/net/tcp").read_text())
         six = self.on(host, lambda: Path("/proc/thread-self/net/tcp6").read_text())
-        assert not [line for line in six.splitlines()[1:] if line.split()[3] == _LISTENS]
         found = []
-        for line in text.splitlines()[1:]:
+        for line in [*text.splitlines()[1:], *six.splitlines()[1:]]:
             _, local, _, state, *_ = line.split()
             if state == _LISTENS:
                 code, port = local.split(":")
-                address = socket.inet_ntoa(bytes.fromhex(code)[::-1])
+                # An IPv6 socket has an IPv4 address as ::ffff:1.2.3.4.
+                address = socket.inet_ntoa(bytes.fromhex(code[-8:])[::-1])
+                assert code[:-8] in ("", "0000000000000000FFFF0000")
                 found.append((address, int(port, 16)))
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,7 @@ import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.distributed.connection import authenticate
-from jinfer.distributed.message_schemas import Hello
+from jinfer.distributed.rendezvous import job_key
 from jinfer.version import __version__
 from tests.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
 from tests.distributed.jobs import ended, started
@@ -198,14 +200,17 @@ def idle(hosts: Hosts, strangers: ExitStack) -> None:
 def greeting(hosts: Hosts, strangers: ExitStack) -> None:
     """Strangers who speak as processes do, where there is no key: none of them is this job's."""
     idle(hosts, strangers)
-    for said in (
+    for hello in (
         {"process": 1},
-        asdict(Hello(1, 5, __version__, jax.__version__, "10.77.0.2:1")),
-        asdict(Hello(1, 2, "0.0.1", jax.__version__, "10.77.0.2:1")),
+        {"process": 1, "processes": 5, "jinfer": __version__, "jax": jax.__version__},
+        {"process": 1, "processes": 2, "jinfer": "0.0.1", "jax": jax.__version__},
     ):
-        connection = hosts.call(1, WHERE)
-        strangers.enter_context(connection)
-        authenticate(connection, called=True, seconds=20).send(said)
+        caller = hosts.call(1, WHERE)
+        strangers.enter_context(caller)
+        connection = strangers.enter_context(Connection(os.dup(caller.fileno())))
+        answer_challenge(connection, job_key())
+        deliver_challenge(connection, job_key())
+        connection.send_bytes(json.dumps(hello).encode())
 
 
 def test_by_tensors_with_strangers(hosts: Hosts, tmp_path: Path, expected: list[list[int]]) -> None:
@@ -237,30 +242,25 @@ def test_by_tensors_with_strangers(hosts: Hosts, tmp_path: Path, expected: list[
 
 @pytest.mark.soak
 def test_by_layers_with_a_pause(hosts: Hosts, tmp_path: Path, expected: list[list[int]]) -> None:
-    """Whatever goes on after a while loses nothing; what does not is said."""
+    """A pause that is shorter than the heartbeat loses nothing; a longer one ends the job."""
     with (
         ExitStack() as strangers,
-        serving(
-            hosts, tmp_path, "0;1", "--timeout", "6", between=lambda: greeting(hosts, strangers)
-        ) as service,
+        serving(hosts, tmp_path, "0;1", between=lambda: greeting(hosts, strangers)) as service,
     ):
         assert service.tokens() == expected
         hosts.cable("down")
-        time.sleep(8)
+        time.sleep(3)
         hosts.cable("up")
         assert service.tokens() == expected
         service.job[1].send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        answer = service.http.post("/v1/completions", json={**ASKED, "max_tokens": 4})
-        assert answer.json()["error"]["code"] == "deadline_exceeded"
-        assert time.monotonic() - begun < 12
-        service.until(lambda: service.health()[0] == 503, 20)
-        assert "process 1 of 2 at 10.77.0.2" in service.health()[1]
-        refused = service.http.post("/v1/completions", json={**ASKED, "max_tokens": 4})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "process_silent")
+        time.sleep(3)
         service.job[1].send_signal(signal.SIGCONT)
-        service.until(lambda: service.health()[0] == 200, 20)
         assert service.tokens() == expected
+        busy = service.stream()
+        service.job[1].send_signal(signal.SIGSTOP)
+        lost(service, 1, 40)
+        busy.join()
+        assert told_of_the_end(service.events), service.events[-4:]
 
 
 @pytest.mark.soak
@@ -269,11 +269,9 @@ def test_a_cable_that_stays_cut(hosts: Hosts, tmp_path: Path) -> None:
         busy = service.stream()
         hosts.cable("down")
         begun = time.monotonic()
-        other = ended(service.job[1], 60)
-        lost(service, 1, 30)
-        assert time.monotonic() - begun < 30
-        assert other.status == 3
-        assert len(lines(other.err)) == 1
+        lost(service, 1, 40)
+        assert ended(service.job[1], 60).status != 0
+        assert time.monotonic() - begun < 60
         busy.join()
         assert told_of_the_end(service.events), service.events[-4:]
 
@@ -299,6 +297,6 @@ def test_another_key(hosts: Hosts) -> None:
     ]  # fmt: skip
     one, other = ended(job[0], 90), ended(job[1], 90)
     assert (one.status, other.status) == (2, 2)
-    assert "the other process has another JINFER_JOB_KEY" in lines(other.err)[0]
+    assert "has another JINFER_JOB_KEY" in lines(other.err)[0]
     assert "did not join in time" in lines(one.err)[0]
     assert f"a caller at {ADDRESSES[1]}" in one.err

@@ -1,25 +1,26 @@
-"""Who belongs to a job, and what is said to those who do not."""
+"""The rendezvous of a job: who belongs to it, and the errors of those who do not."""
 
-import select
+import json
+import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jinfer.distributed import collective_address, incoming_connections, initialize
-from jinfer.distributed import connection as link
-from jinfer.distributed.initialize import join_job
+from jinfer.distributed import collective_address, rendezvous
+from jinfer.distributed.job_certificates import mutual_tls
 from jinfer.distributed.job_config import JobConfig, find_job
-from jinfer.distributed.process_group import ProcessGroup
+from jinfer.distributed.rendezvous import Joined, meet
 from jinfer.distributed.unsupported import check_stages
-from jinfer.distributed.wire_format import serialize
-from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 from tests.distributed.jobs import free_port
 
@@ -89,28 +90,35 @@ def test_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nobody waits long; nobody gets as far as telling JAX."""
+    """Nobody waits long."""
     monkeypatch.setenv("JINFER_JOIN_SECONDS", "1.5")
     monkeypatch.delenv("JINFER_JOB_KEY", raising=False)
-    monkeypatch.setattr(initialize, "_initialize", lambda *_: None)
-    monkeypatch.setattr(initialize, "listen_at", lambda _: "")
-    monkeypatch.setattr(initialize, "_redirect_stdout", lambda: None)
-    monkeypatch.setattr(initialize, "cache_on_every_rank", lambda: None)
-    monkeypatch.setattr(initialize, "set_current_group", lambda _: None)
     return monkeypatch
 
 
-def joined(jobs: list[JobConfig]) -> list[ProcessGroup | str]:
-    """What comes of processes that are threads here: a group, or what is wrong."""
-    found: list[ProcessGroup | str] = [""] * len(jobs)
+@pytest.fixture
+def opened() -> Iterator[list[Joined]]:
+    """Rendezvous whose connections are closed after the test."""
+    found = list[Joined]()
+    yield found
+    for each in found:
+        for connection in each.connections.values():
+            connection.close()
 
-    def one(index: int, job: JobConfig) -> None:
+
+def results(jobs: list[JobConfig], opened: list[Joined]) -> list[Joined | str]:
+    """The results of processes that are threads here: a rendezvous, or an error."""
+    found: list[Joined | str] = [""] * len(jobs)
+
+    def run(index: int, job: JobConfig) -> None:
         try:
-            found[index] = join_job(job)
+            joined = meet(job)
+            opened.append(joined)
+            found[index] = joined
         except SourceError as error:
             found[index] = str(error)
 
-    threads = [threading.Thread(target=one, args=each) for each in enumerate(jobs)]
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -118,64 +126,64 @@ def joined(jobs: list[JobConfig]) -> list[ProcessGroup | str]:
     return found
 
 
-def test_all_are_linked_with_all(patience: pytest.MonkeyPatch) -> None:
+def test_all_know_the_service_and_each_other(
+    patience: pytest.MonkeyPatch, opened: list[Joined]
+) -> None:
     patience.setenv("JINFER_JOIN_SECONDS", "30")
     port = free_port()
-    groups = joined([JobConfig("127.0.0.1", port, 4, rank) for rank in (2, 0, 3, 1)])
-    for group in groups:
-        assert isinstance(group, ProcessGroup)
-        assert sorted(group.links) == [n for n in range(4) if n != group.rank]
-        group.send_to_all(value=group.rank)
-    for group in groups:
-        assert isinstance(group, ProcessGroup)
-        assert [group.receive_from(other) for other in sorted(group.links)] == [
-            {"value": other} for other in sorted(group.links)
-        ]
-        group.abandon()  # so that nobody is lost when the test lets go of them
+    found = results([JobConfig("127.0.0.1", port, 4, rank) for rank in (2, 0, 3, 1)], opened)
+    assert all(isinstance(each, Joined) for each in found)
+    assert len({each.service for each in opened}) == 1
+    assert {each.addresses for each in opened} == {("127.0.0.1",) * 4}
+    assert sorted(len(each.connections) for each in opened) == [1, 1, 1, 3]
 
 
 @pytest.mark.parametrize(
-    ("members", "wrong"),
+    ("members", "error"),
     [
-        ([(2, 1)], "process 0 cannot be reached at 127.0.0.1"),
+        ([(2, 1)], "process 0 at 127.0.0.1"),
         ([(3, 0), (3, 2)], "process 1 of 3 did not join in time"),
         ([(3, 0), (3, 1), (3, 1)], "two processes have the number 1"),
-        ([(2, 0), (3, 1)], "process 1 was told of 3 processes, and process 0 of 2"),
+        ([(2, 0), (3, 1)], "process 1 was started with --processes 3, and process 0 with 2"),
     ],
 )
 def test_a_job_that_cannot_begin(
-    patience: pytest.MonkeyPatch, members: list[tuple[int, int]], wrong: str
+    patience: pytest.MonkeyPatch, opened: list[Joined], members: list[tuple[int, int]], error: str
 ) -> None:
+    patience.setenv("JINFER_JOB_KEY", "known")
     port = free_port()
-    for said in joined([JobConfig("127.0.0.1", port, size, rank) for size, rank in members]):
-        assert isinstance(said, str)
-        assert wrong in said
+    jobs = [JobConfig("127.0.0.1", port, size, rank) for size, rank in members]
+    found = results(jobs, opened)
+    assert any(isinstance(each, str) and error in each for each in found), found
+    assert not any(isinstance(each, Joined) for each in found)
 
 
-def test_another_version(patience: pytest.MonkeyPatch) -> None:
+def test_another_version(patience: pytest.MonkeyPatch, opened: list[Joined]) -> None:
     versions = iter([{"jinfer": "0.9", "jax": "1"}, *[{"jinfer": "1.0", "jax": "1"}] * 9])
     patience.setenv("JINFER_JOB_KEY", "known")
-    patience.setattr(initialize, "_versions", lambda: next(versions))
+    patience.setattr(rendezvous, "_versions", lambda: next(versions))
     port = free_port()
-    said = joined([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)])
-    assert said == ["process 1 has jinfer 0.9, and process 0 has 1.0"] * 2
+    found = results([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)], opened)
+    assert found == ["process 1 has jinfer 0.9, and process 0 has 1.0"] * 2
 
 
-def test_another_key(patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever does not know it learns nothing, and the others go on waiting."""
-    patience.setattr(link, "_key", lambda: threading.current_thread().name.encode())
+def test_another_key(patience: pytest.MonkeyPatch, opened: list[Joined]) -> None:
+    """The process that calls reports it; process 0 goes on waiting, and reports the caller."""
     port = free_port()
-    said = joined([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)])
-    assert "another JINFER_JOB_KEY" in str(said[0])
-    assert "did not join in time" in str(said[1])
-    assert "was turned away" in capsys.readouterr().err
+    keys = {"MainThread": b"main"}
+    name = threading.current_thread
+    patience.setattr(rendezvous, "job_key", lambda: keys.get(name().name, name().name.encode()))
+    found = results([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)], opened)
+    assert "another JINFER_JOB_KEY" in str(found[0])
+    assert "did not join in time" in str(found[1])
+    assert "a caller at 127.0.0.1 has another JINFER_JOB_KEY" in str(found[1])
 
 
-def test_an_address_that_is_taken(patience: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_taken(patience: pytest.MonkeyPatch, opened: list[Joined]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        (said,) = joined([JobConfig("127.0.0.1", port, 2, 0)])
-    assert "cannot wait at 127.0.0.1" in str(said)
+        (error,) = results([JobConfig("127.0.0.1", port, 2, 0)], opened)
+    assert "cannot listen at 127.0.0.1" in str(error)
 
 
 def test_pages_name_the_variables() -> None:
@@ -185,128 +193,68 @@ def test_pages_name_the_variables() -> None:
         assert name in page
 
 
-def test_a_stranger_s_first_message_is_bounded() -> None:
-    """What nobody has vouched for yet may not fill memory."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        caller = socket.create_connection(server.getsockname())
-        answered, _ = server.accept()
-        with caller, answered:
-            caller.sendall(serialize({"process": 1, "more": "x" * (1 << 17)})[: 1 << 16])
-            own = link.Link(answered)
-            own.wait(10)
-            with pytest.raises(link.LinkError, match=r"a message of \d+ bytes"):
-                link.receive_hello(own)
-
-
 def stranger(port: int, *messages: Any) -> socket.socket:
-    """Somebody who calls, without a key, and says something."""
+    """A caller without a key."""
     deadline = time.monotonic() + 20
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port))
+            caller = socket.create_connection(("127.0.0.1", port))
             break
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     if messages:
-        own = link.authenticate(connection, called=True, seconds=20)
-        for message in messages:
-            own.send(message)
-    return connection
+        with Connection(os.dup(caller.fileno())) as connection:
+            answer_challenge(connection, rendezvous.job_key())
+            deliver_challenge(connection, rendezvous.job_key())
+            for message in messages:
+                connection.send_bytes(message)
+    return caller
 
 
-MALFORMED: list[Any] = [
-    {"process": 1},
-    {"process": 1, "processes": 2, "jinfer": 1, "jax": 2, "at": ""},
-    [],
-    "hello",
-]
+MALFORMED = [b"", b"{", b"[]", b'{"process": 1}', b'{"process": "1", "processes": 2}', bytes(5000)]
 OTHERS = [
-    {"process": 1, "processes": 5, "jinfer": "1", "jax": "1", "at": "a:1"},
-    {"process": 1, "processes": 2, "jinfer": "9\n", "jax": "1", "at": "a:1"},
-    {"process": 1, "processes": 2, "jinfer": "9", "jax": "1", "at": "a:1"},
+    json.dumps({"process": 1, "processes": 5, "jinfer": "1", "jax": "1"}).encode(),
+    json.dumps({"process": 1, "processes": 2, "jinfer": "9", "jax": "1"}).encode(),
 ]
 
 
-def test_strangers_keep_nobody_out(
-    patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Idle, slow, wrong: each is a line, and the others join meanwhile."""
+def test_strangers_keep_nobody_out(patience: pytest.MonkeyPatch, opened: list[Joined]) -> None:
+    """Idle, slow and malformed callers, more than are kept: the others join meanwhile."""
     patience.setenv("JINFER_JOIN_SECONDS", "60")
-    patience.setattr(incoming_connections, "HELLO_SECONDS", 30.0)
-    port, found = free_port(), list[ProcessGroup | str]()
+    patience.setattr(rendezvous, "_CALLERS", 8)
+    port, found = free_port(), list[Joined | str]()
     leading = threading.Thread(
-        target=lambda: found.extend(joined([JobConfig("127.0.0.1", port, 2, 0)]))
+        target=lambda: found.extend(results([JobConfig("127.0.0.1", port, 2, 0)], opened))
     )
     leading.start()
-    strangers = [stranger(port) for _ in range(5)]
+    strangers = [stranger(port) for _ in range(20)]
     strangers += [stranger(port, message) for message in MALFORMED + OTHERS]
-    strangers[0].sendall(b"j")
-    begun = time.monotonic()
-    (group,) = joined([JobConfig("127.0.0.1", port, 2, 1)])
-    assert time.monotonic() - begun < 25, "it waits for nobody"
+    for caller in strangers[:4]:
+        with suppress(OSError):
+            caller.sendall(b"GET / HTTP/1.0")
+    (other,) = results([JobConfig("127.0.0.1", port, 2, 1)], opened)
     leading.join()
-    for each in (group, *found):
-        assert isinstance(each, ProcessGroup)
-        each.abandon()
-    for connection in strangers:
-        connection.close()
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(MALFORMED + OTHERS)
-    assert all("was turned away: " in line for line in said)
-    assert sum("process 1 was told of 5 processes" in line for line in said) == 1
+    assert all(isinstance(each, Joined) for each in (other, *found)), (other, found)
+    for caller in strangers:
+        caller.close()
 
 
-def test_a_caller_has_so_long_in_all(
-    patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whoever sends a byte now and then is turned away as well."""
-    patience.setattr(incoming_connections, "HELLO_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        calling = socket.create_connection(server.getsockname())
-        heard = incoming_connections.IncomingConnections(server)
-        ended = threading.Event()
-
-        def drip() -> None:
-            with suppress(OSError):
-                while not ended.wait(0.1):
-                    calling.sendall(b"j")
-
-        dripping = threading.Thread(target=drip)
-        dripping.start()
-        with pytest.raises(TimeoutError):
-            heard.next(time.monotonic() + 2)
-        said, end = "", time.monotonic() + 20
-        while not said and time.monotonic() < end:  # by another thread
-            time.sleep(0.01)
-            said = capsys.readouterr().err
-        ended.set()
-        dripping.join()
-        heard.close()
-        calling.close()
-    assert "was turned away: timed out" in said
-
-
-def test_many_callers(patience: pytest.MonkeyPatch) -> None:
-    """Those who have said nothing for longest have to go."""
-    patience.setattr(incoming_connections, "_MOST", 3)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        heard = incoming_connections.IncomingConnections(server)
-        calling = [socket.create_connection(server.getsockname()) for _ in range(5)]
-        end = time.monotonic() + 20
-        while len(select.select(calling, [], [], 0)[0]) < len(calling):
-            assert time.monotonic() < end
-            with pytest.raises(TimeoutError):
-                heard.next(time.monotonic() + 0.1)
-        for each in calling:
-            each.settimeout(5)
-        size = len(link._MAGIC) + link._NONCE
-        assert [len(each.recv(size)) for each in calling[2:]] == [size] * 3
-        assert all(not each.recv(1 << 10)[size:] for each in calling[:2])
-        assert [each.recv(1) for each in calling[:2]] == [b"", b""]
-        heard.close()
-        for each in calling:
-            each.close()
+def test_certificates_come_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same key gives the same authority and key pair; another one gives others."""
+    pytest.importorskip("cryptography")
+    monkeypatch.delenv("JINFER_JOB_KEY", raising=False)
+    with mutual_tls() as files:
+        assert files == {}
+    found = []
+    for key in ("one", "one", "other"):
+        monkeypatch.setenv("JINFER_JOB_KEY", key)
+        with mutual_tls() as files:
+            private = Path(files["mtls_key_file"])
+            assert private.parent.stat().st_mode & 0o077 == 0
+            found.append(private.read_bytes())
+        assert not private.exists()
+    assert found[0] == found[1] != found[2]
 
 
 def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_grammar(text: str, groups: tuple[tuple[str, ...], ...]) -> None:
         ("0;;1", "'', which is neither"),
         ("0&1;1&2", "names device 1 twice"),
         ("0&1;2", "stages of different numbers of devices"),
-        ("cpu&0", "cpu beside others"),
+        ("cpu&0", "cpu and other devices"),
     ],
 )
 def test_grammar_errors(text: str, reason: str) -> None:

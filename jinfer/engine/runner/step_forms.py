@@ -51,11 +51,13 @@ class StateStep:
         function: (state, *arguments) -> the state, and maybe other results.
         arguments: abstract arrays.
         slots: index of the argument that names slots or state rows.
+        returns: whether there are other results.
     """
 
     function: Callable[..., Any]
     arguments: Outputs
     slots: int
+    returns: bool = False
 
     def whole(self, inputs: Any) -> StepFunction:
         """The step on one device."""
@@ -144,6 +146,7 @@ class ForwardStep:
         samples: whether the state changes.
         drafted: whether tokens may be rejected: the first argument is then a `verify.Nodes`, and
             recurrent states are those after the accepted nodes.
+        kept: how many of the first outputs only later calls need.
         captures: whether the tables may name activations to capture, which follow the outputs.
         loops: (state, *arguments) -> the shapes of an output, where steps repeat on one device as
             long as `decode_loop` says; its arguments are then the sequences' rows, the number of
@@ -157,6 +160,7 @@ class ForwardStep:
     tables: int = 0
     samples: bool = False
     drafted: bool = False
+    kept: int = 0
     captures: bool = False
     loops: Callable[..., Any] | None = None
 

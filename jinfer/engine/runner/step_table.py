@@ -66,7 +66,7 @@ class StepInputs(Protocol):
 def _logits(inputs: StepInputs, key: StepKey) -> Step:
     arguments = (*_batch(inputs, key), int32(key.chosen))
     return ForwardStep(
-        arguments, steps.finish_logits, begin=steps.begin_logits, tables=2, captures=True
+        arguments, steps.finish_logits, begin=steps.begin_logits, tables=2, kept=2, captures=True
     )
 
 
@@ -75,7 +75,7 @@ def _sample(inputs: StepInputs, key: StepKey) -> Step:
     logits = inputs.abstract_result(StepKey("logits", key.chosen, key.chosen))[1:]
     function = partial(steps.sample_logits, inputs.model, key.sampling)
     flag = jax.ShapeDtypeStruct((), np.bool_)
-    return StateStep(function, (*logits, words, flag), slots=1)
+    return StateStep(function, (*logits, words, flag), slots=1, returns=True)
 
 
 def _decode(inputs: StepInputs, key: StepKey) -> Step:
@@ -133,7 +133,7 @@ def _contrastive(inputs: StepInputs, key: StepKey) -> Step:
     past = float32(inputs.sizes.context, inputs.hidden)
     arguments = _flat(inputs, key), past, float32(key.tokens), float32()
     finish = partial(steps.finish_contrastive, inputs.model)
-    return ForwardStep(arguments, finish, ("logits", "hidden"))
+    return ForwardStep(arguments, finish, ("logits", "hidden"), kept=1)
 
 
 def _gather_taps(inputs: StepInputs, key: StepKey) -> Step:
