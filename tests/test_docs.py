@@ -60,7 +60,6 @@ NOT_RUN = {
     "python -m tests.slow_tests report.xml": "reads a report of all tests; "
     "tests/test_slow_tests.py",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
-    "pytest -m soak tests/server/test_peers.py": "takes minutes",
     "pytest tests/sampling/test_samplers.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
@@ -71,12 +70,12 @@ NOT_RUN = {
     "tests/server/test_run_server.py",
     "pip install '.[sass]'": "installs",
     "python -m jinfer.cpu --into-package": "writes to the package; tests/cpu/test_prebuilt.py",
-    "python -m tests.server.clients http://localhost:8080/v1 MODEL": "needs clients of others; "
-    "tests/server/clients/test_clients.py, a soak test",
     "make test": "is what runs this",
     "make soak": "is what runs this",
     "make sanitize": "takes an hour, and builds the custom calls anew",
     "make lint": "checks this file too",
+    "make docs": "installs the packages of the site",
+    "python -m tools.write_reference": "writes docs/reference; tests/test_reference.py",
     "make wheel": "compiles all kernels, for minutes; tests/test_wheel.py with the other soaks",
     ".ci/run": "is what runs this",
 }
@@ -260,7 +259,7 @@ def test_nothing_that_is_printed_needs_a_checkout() -> None:
     checkout = re.compile(r"\bspecs/(?!families|small\b)|python -m jinfer\.(gen|ser|cli)")
     assert [each.id for each in ALL if checkout.search(each.text)] == []
     scripts = {each.page for each in ALL if "python -m tools" in each.text}
-    assert scripts <= {"benchmarks.md", "kernels.md", "partition.md"}
+    assert scripts <= {"benchmarks.md", "kernels.md", "partition.md", "contributing.md", "style.md"}
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_every_file_is_in_it(wheel: Path) -> None:
         for folder, place in INSTALLED.items()
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (KINDS if folder != "docs" else (".md",))
-        if folder != "docs" or path.parent.name == "docs"  # notebooks stay behind
+        if folder != "docs" or path.parent.name in ("docs", "reference")  # notebooks stay behind
     }
     assert names == wanted
     assert {"jinfer/py.typed", "jinfer/cli/entry_point.py", "jinfer/cpu/__init__.py"} <= names
@@ -214,7 +214,7 @@ def test_a_wheel_with_custom_calls_needs_no_compiler(tmp_path: Path) -> None:
         ["make", "-o", ".venv/installed-dev", "wheel"], cwd=tmp_path / "copy", check=True
     )
     (wheel,) = (tmp_path / "copy" / "dist").iterdir()
-    (oldest,) = re.findall(r'"jax>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    (oldest,) = re.findall(r'"jax>=([\d.]+),<', (ROOT / "pyproject.toml").read_text())
     where = "from jinfer.cpu import build_library as build; print(build.library_path())"
     for number, others in enumerate([[], [f"jax=={oldest}", f"jaxlib=={oldest}"]]):
         installed = Installation(wheel, tmp_path / str(number), *others)

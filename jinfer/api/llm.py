@@ -199,7 +199,7 @@ class LLM(BaseLLM):
         return self.generate(ids, resolved, **request)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        """Load a LoRA adapter in addition to the model, for requests with `adapter=name`.
+        """Load a LoRA adapter into a slot, for requests with `adapter=name`.
 
         Nothing is compiled. `engine.max_adapters` says how many there can be at a time.
 

@@ -16,11 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a page, or the list of pages; return the exit status."""
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
-        description="Shows a page of the documentation; without a name, the list of pages.",
+        description="Shows a page of the documentation, or lists the pages.",
     )
     parser.add_argument("page", nargs="?", help="name of the page, such as 'sampling'")
     name = parser.parse_args(arguments).page
-    pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
+    folder = docs_folder()
+    found = [*sorted(folder.glob("*.md")), *sorted(folder.glob("reference/*.md"))]
+    pages = {path.stem: path for path in found}
     if name is None:
         width = max(map(len, pages), default=0)
         for stem, each in pages.items():
@@ -47,7 +49,7 @@ def docs_folder() -> Path:
 
 def _title(path: Path) -> str:
     with path.open(encoding="utf-8") as file:
-        return file.readline().strip().lstrip("# ")
+        return next((line.strip("# \n") for line in file if line.startswith("# ")), "")
 
 
 if __name__ == "__main__":

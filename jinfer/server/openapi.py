@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jinfer.server.core.endpoint import EmptyBody, Endpoint
+from jinfer.server.http.field_descriptions import DESCRIPTIONS
 from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.version import __version__
 
@@ -41,6 +42,8 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
+        if endpoint.request_model is not EmptyBody:
+            _describe(schemas["$defs"][endpoint.request_model.__name__])
         for path in endpoint.paths:
             plain = path.replace(":path}", "}")
             operation = _operation(endpoint, path, lambda m: references[m, "validation"])
@@ -58,6 +61,12 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}, {"header": []}],
     }
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    for name, field in schema["properties"].items():
+        if name in DESCRIPTIONS:
+            field.setdefault("description", DESCRIPTIONS[name])
 
 
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:

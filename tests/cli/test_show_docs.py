@@ -9,7 +9,12 @@ from jinfer.cli.show_docs import docs_folder
 def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs"]) == 0
     named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert named == sorted(path.stem for path in docs_folder().glob("*.md"))
+    folder = docs_folder()
+    expected = [
+        sorted(path.stem for path in folder.glob(each)) for each in ("*.md", "reference/*.md")
+    ]
+    assert named == [*expected[0], *expected[1]]
+    assert len(set(named)) == len(named)
     for name in ("sampling", "docs/sampling.md"):
         assert main(["docs", name]) == 0
         assert capsys.readouterr().out == (docs_folder() / "sampling.md").read_text()

@@ -5,7 +5,8 @@ that were changed with their old and new values) and every fourth row of what tr
 gives for it in float32: logits, or hidden states. Weights are drawn by name. A key is there if
 another value of it changes transformers' logits, and by more than 1e-3.
 
-`python -m tests.families.second_checkpoints` computes them all and writes docs/config_keys.md.
+`python -m tests.families.second_checkpoints` computes them all and writes the reference page
+docs/reference/config_keys.md.
 """
 
 import json
@@ -22,7 +23,7 @@ from jinfer import LLM
 from tests.families.drawn_weights import drawn
 
 FILE = Path(__file__).with_name("second_checkpoints.npz")
-PAGE = Path(__file__).parents[2] / "docs" / "config_keys.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config_keys.md"
 TEXT = np.random.default_rng(5).integers(3, 96, 40).tolist()
 ANSWER = TEXT[7:31]  # what the decoder of an encoder-decoder is given
 
@@ -66,7 +67,7 @@ def difference(name: str, folder: Path) -> float:
 
 
 def lines() -> Iterator[str]:
-    """The rows of docs/config_keys.md, without the differences."""
+    """The rows of docs/reference/config_keys.md, without the differences."""
     for name in names():
         model = made(name)
         for key, (old, new) in model["changed"].items():
@@ -78,13 +79,12 @@ def _shown(value: Any) -> str:
     return f"`{text}`" if len(text) < 60 else f"`{text[:56]} ...`"
 
 
-HEAD = """# Keys of config.json that change the computation
+HEAD = """# Keys of config.json
 
-Of each [family](models.md) that transformers 5.24 has, a second tiny checkpoint in which keys have
-values that change transformers' logits, with the largest difference between jinfer's and
-transformers' logits in float32 (written by `python -m tests.families.second_checkpoints`; a test
-compares every one). Keys that change the computation and that nothing follows are refused by name
-([specs.md](specs.md#errors)).
+For each [family](../models.md) that transformers 5.24 implements, these keys were changed to a
+second value in a tiny checkpoint. The last column is the largest difference between the logits of
+jinfer and transformers in float32. Keys that change the computation and that no specification
+follows are rejected by name ([errors](../specs.md#errors)).
 
 | family | checkpoint | key | first value | second value | largest difference |
 |---|---|---|---|---|---|

@@ -13,8 +13,8 @@ from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.ignored_fields import HEADER, MAX_NAMED, ignored_fields
 from jinfer.server.http.request_body import validated
 from jinfer.server.openai.completions import CompletionRequest
-from tests.server import peer_tables
 from tests.server.running import Running
+from tools import peer_fields_reference
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def test_fields_of_others() -> None:
         if name == "return_mm_kwargs":  # whether true or false
             continue
         body = BODIES[CHAT] | {name: CHANGE.get(name, 5)}
-        handling = peer_tables.done(CHAT, name)
+        handling = peer_fields_reference.treatment(CHAT, name)
         if handling.startswith("ignored"):
             assert [one for one, _ in ignored_fields(validated(body, ChatRequest))] == [name]
             continue

@@ -1,4 +1,4 @@
-"""llama.cpp's and vLLM's own tests: docs/compatibility.md lists the results."""
+"""llama.cpp's and vLLM's own tests: tests/server/peers/README.md lists the results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md anew; `--run` tries the cases first."""
+"""Writes README.md; `--run` tries the cases first."""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md."""
+"""The tables of README.md."""
 
 from tests.server.peers import (
     llama_chat,
@@ -12,7 +12,7 @@ from tests.server.peers import (
 from tests.server.peers.suite import Suite
 from tests.server.running import ROOT
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "tests" / "server" / "peers" / "README.md"
 _MODULES = (llama_routes, llama_messages, vllm_serve, vllm_text, vllm_vectors)  # they add cases
 SUITES: tuple[Suite, ...] = (llama_chat.LLAMA, vllm_chat.VLLM)
 

@@ -1,8 +1,7 @@
-"""The table in docs/serving.md of other services' fields, and how the server handles each.
+"""Fields of other services: the table of docs/reference/peer_fields.md.
 
-`python -m tests.server.peer_tables` writes it; test_documentation.py compares it. The lists of
-fields are from the services' own descriptions, in November 2026; the handling follows from the
-schemas here.
+The lists of fields are those of the services' own descriptions, in November 2026; the treatment of
+each field follows from the schemas of the server.
 """
 
 from collections.abc import Iterator
@@ -13,10 +12,6 @@ from pydantic.fields import FieldInfo
 
 from jinfer.server.http.schema_base import Ignored
 from jinfer.server.routes import ENDPOINTS
-from tests.server.running import ROOT
-
-PAGE = ROOT / "docs" / "serving.md"
-BEGIN, END = "<!-- fields of other services -->", "<!-- end -->"
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, NATIVE = "/v1/responses", "/v1/messages", "/completion"
@@ -94,33 +89,33 @@ FIELDS: dict[str, dict[str, str]] = {
     },
 }
 
-# Handling that handlers and types define, rather than marks.
-_ONLY = "rejected, other than values without effect"
+# Fields whose treatment is written in a handler or a type, not in a mark of the schema.
+_ONLY = "rejected unless it changes nothing"
 HANDLED = {
     "parse_tool_calls": f"{_ONLY}: tool calls are always parsed",
     "/api/generate images": "rejected: models read text only",
-    "/api/generate template": "rejected: use --chat-template",
+    "/api/generate template": "rejected: set --chat-template for all requests",
     "/api/generate suffix": "rejected: use /v1/completions",
 }
 
 
 def schema(route: str) -> type[BaseModel]:
     """The schema of a route's body."""
-    return next(one.request_model for one in ENDPOINTS if route in one.paths)
+    return next(endpoint.request_model for endpoint in ENDPOINTS if route in endpoint.paths)
 
 
 def field_of(model: Any, path: str) -> FieldInfo | None:
-    """A field of a schema or of a nested schema; None without such a field."""
+    """A field of a schema, or of a nested schema; None if it does not exist."""
     first, _, rest = path.partition(".")
     names = {name: name for name in model.model_fields}
-    names |= {one.alias: name for name, one in model.model_fields.items() if one.alias}
+    names |= {field.alias: name for name, field in model.model_fields.items() if field.alias}
     if first not in names:
         return None
     found: FieldInfo = model.model_fields[names[first]]
     if not rest:
         return found
     kinds = [found.annotation, *get_args(found.annotation)]
-    inner = next((one for one in kinds if _is_model(one)), None)
+    inner = next((kind for kind in kinds if _is_model(kind)), None)
     return None if inner is None else field_of(inner, rest)
 
 
@@ -128,54 +123,62 @@ def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def done(route: str, path: str) -> str:
-    """How the server handles a field."""
+def treatment(route: str, path: str) -> str:
+    """What the server does with a field: followed, ignored or rejected, with the reason."""
     found = field_of(schema(route), path)
-    if (handling := HANDLED.get(path) or HANDLED.get(f"{route} {path}")) is not None:
-        return handling
+    if (handled := HANDLED.get(path) or HANDLED.get(f"{route} {path}")) is not None:
+        return handled
     if found is None:
-        return "rejected: unknown"
-    for mark in found.metadata:
+        return "rejected: not known"
+    return mark_of(found) or "followed"
+
+
+def mark_of(field: FieldInfo) -> str:
+    """The treatment that a field's mark declares; empty without a mark."""
+    for mark in field.metadata:
         if isinstance(mark, Ignored):
             return f"ignored: {mark.reason}"
         if isinstance(mark, BeforeValidator) and "rejected_field" in mark.func.__qualname__:
-            why = next(
-                cell.cell_contents
-                for cell in mark.func.__closure__ or ()
-                if isinstance(cell.cell_contents, str)
-            )
-            return f"{_ONLY}: {why}"
-    return "supported"
+            cells = (cell.cell_contents for cell in mark.func.__closure__ or ())
+            return f"{_ONLY}: {next(cell for cell in cells if isinstance(cell, str))}"
+    return ""
+
+
+def names() -> set[str]:
+    """Every field that the page lists."""
+    return {name for routes in FIELDS.values() for text in routes.values() for name in text.split()}
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Fields, the routes and services that have them, and the handling."""
+    """Fields, the services and routes that have them, and the treatment."""
     outcomes: dict[tuple[str, str], dict[str, list[str]]] = {}
     for service, routes in FIELDS.items():
         for route, names in routes.items():
             for name in names.split():
-                at = outcomes.setdefault((name, done(route, name)), {})
-                at.setdefault(route, []).append(service)
+                routes_of_field = outcomes.setdefault((name, treatment(route, name)), {})
+                routes_of_field.setdefault(route, []).append(service)
     groups: dict[tuple[str, str], list[str]] = {}
     for (name, what), senders in outcomes.items():
         who = "; ".join(f"`{route}`: {', '.join(by)}" for route, by in senders.items())
         groups.setdefault((what, who), []).append(name)
-    for (what, who), together in sorted(groups.items(), key=lambda one: (one[0], sorted(one[1]))):
+    for (what, who), together in sorted(
+        groups.items(), key=lambda item: (item[0], sorted(item[1]))
+    ):
         yield ", ".join(f"`{name}`" for name in sorted(together)), who, what
 
 
-def table() -> str:
-    """The table in Markdown."""
-    lines = ["| field | route: services | handling |", "|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows()]
-    return "\n".join(lines)
-
-
-def page(text: str) -> str:
-    """The page with the new table."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def page() -> str:
+    """The whole page."""
+    lines = [
+        "# Fields of other services",
+        "",
+        "What the server does with each request field of other services (November 2026). A",
+        "*followed* field has its effect. An *ignored* field is accepted without effect; the",
+        "response names it in the header `x-jinfer-ignored`, and `--strict` rejects it. A",
+        "*rejected* field is an error that names it.",
+        "",
+        "| field | services, by route | treatment |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows()),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,13 +1,9 @@
-"""The tables of docs/specs.md that are made from the dataclasses.
-
-`python -m tests.modelspec.reference` writes them anew; test_docs.py compares them.
-"""
+"""Spec keys: docs/reference/spec_keys.md, made from the dataclasses of `modelspec`."""
 
 import dataclasses
 import inspect
 import re
 import textwrap
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from jinfer.modelspec.attention_blocks import (
@@ -27,67 +23,63 @@ from jinfer.modelspec.position_blocks import RopeScalingSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
 from jinfer.modelspec.speculation_table import DraftSpec, SpeculationSpec
 
-WIDTH = 120  # of lines
-PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
+_WIDTH = 120  # of lines
 _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole number"}
 
 
-def reference() -> dict[str, str]:
-    """Every generated part of the page, by the name in its markers."""
-    return {
-        "blocks": "\n\n".join(_section(cls) for cls in BLOCKS),
-        "positions": "\n\n".join(_section(cls) for cls in _positions()),
-        "qk_norm": _table(QKNormSpec),
-        "gate": _table(OutputGateSpec),
-        "differential": _table(DifferentialSpec),
-        "temperature": _table(TemperatureSpec),
-        "indexer": _table(IndexerSpec),
-        "scaling": _table(RopeScalingSpec),
-        "engine": _table(EngineSpec),
-        "prompt": _table(PromptSpec),
-        "quantization": _table(QuantizationSpec),
-        "rules": _table(RuleSpec),
-        "partition": _table(PartitionSpec),
-        "mesh": _table(MeshSpec),
-        "speculation": _table(SpeculationSpec),
-        "draft": _table(DraftSpec),
-        "classification": _table(ClassificationSpec),
-        "activations": textwrap.fill(
-            ", ".join(
-                f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
-            ),
-            WIDTH,
-        ),
-    }
+# Heading, introduction, and the dataclass of each table that is no module.
+_TABLES: tuple[tuple[str, str, Any], ...] = (
+    ("qk_norm, out_norm", "Norms of queries and keys, and of the heads' outputs.", QKNormSpec),
+    ("gate of an attention", "Multiplies the heads' outputs before `o`.", OutputGateSpec),
+    ("differential", "Differential attention (arXiv 2410.05258).", DifferentialSpec),
+    ("temperature of an attention", "Scales queries by their position.", TemperatureSpec),
+    ("indexer", "Chooses the keys of sparse attention (arXiv 2512.02556).", IndexerSpec),
+    ("scaling of rope", "Takes the `rope_scaling` of a config.json whole.", RopeScalingSpec),
+    ("[prompt]", "Turns a conversation into a prompt.", PromptSpec),
+    ("[engine]", "Sizes and settings of the engine.", EngineSpec),
+    ("[quantization]", "How weights and the KV cache are stored.", QuantizationSpec),
+    ("rules of [quantization]", "Each rule is a table in a list.", RuleSpec),
+    ("[partition]", "Which device holds which part of the model.", PartitionSpec),
+    ("mesh of [partition]", "Takes the devices in their order.", MeshSpec),
+    ("[speculation]", "Draft sources and the number of drafted tokens.", SpeculationSpec),
+    ("draft of [speculation]", "An entry is a text, its `source`, or this table.", DraftSpec),
+    ("[classification]", "How scores of classes are read.", ClassificationSpec),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    aliases = ", ".join(f"`{name}` (`{own}`)" for name, own in sorted(ACTIVATION_ALIASES.items()))
+    parts = [
+        "# Specification keys",
+        "The keys of every module and table of a specification; [specs.md](../specs.md) teaches "
+        "the language. Keys with a default may be omitted; a default `dims.x` is the size of that "
+        "name.",
+        f"Activations also have the names that config files use: {aliases}.",
+        "## Modules",
+        *(_section(cls) for cls in BLOCKS),
+        "## Positions of an attention",
+        *(_section(cls) for cls in _positions()),
+        "## Tables",
+        *(f"### {title}\n\n{about}\n\n{_table(cls)}" for title, about, cls in _TABLES),
+    ]
+    return "\n\n".join(textwrap.fill(p, _WIDTH) if p[0].isalpha() else p for p in parts) + "\n"
 
 
 def _positions() -> list[Any]:
-    """The tables that can be the position of an attention."""
     return [
         cls for cls in union(fields(AttentionSpec)["position"][1]) if dataclasses.is_dataclass(cls)
     ]
 
 
-def rewritten(page: str) -> str:
-    """The page with its generated parts made anew."""
-    for name, text in reference().items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        assert found, f"the page has no place for {name}"
-        page = f"{before}{begin}{text}\n{end}{after}"
-    return page
-
-
 def _section(cls: Any) -> str:
-    """A heading with the kind, what it is, and its keys."""
     kind = get_args(fields(cls)["kind"][1])[0]
     about = "\n".join(_about(cls))
     return f"### `{kind}`\n\n{about}\n\n{_table(cls)}"
 
 
 def _about(cls: Any) -> list[str]:
-    """The lines of a docstring that are about no single field."""
+    """The lines of a docstring that describe no single field."""
     text, lines = inspect.cleandoc(cls.__doc__), []
     inside = False
     for line in text.splitlines():
@@ -98,7 +90,7 @@ def _about(cls: Any) -> list[str]:
 
 
 def _meanings(cls: Any) -> dict[str, str]:
-    """What a docstring says of each field, on a line `field: ...` and the lines that follow."""
+    """Descriptions of fields: lines `field: ...` of a docstring, with the lines that follow."""
     base = cls.__base__
     meanings: dict[str, str] = _meanings(base) if dataclasses.is_dataclass(base) else {}
     name = ""
@@ -120,12 +112,12 @@ def _meaning_of(line: str, cls: Any) -> re.Match[str] | None:
 
 def _table(cls: Any) -> str:
     meanings = _meanings(cls)
-    rows = ["| key | value | default | |", "|---|---|---|---|"]
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for name, (field, hint) in fields(cls).items():
         if name != "kind":
             cells = (f"`{name}`", _type(hint), _default(field), meanings.get(name, ""))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) if len(rows) > 2 else "No keys."
+    return "\n".join(rows) if len(rows) > 2 else "It has no keys."
 
 
 def _type(hint: Any) -> str:
@@ -159,7 +151,3 @@ def _default(field: dataclasses.Field[Any]) -> str:
     words = {None: "none", True: "true", False: "false"}
     is_word = field.default is None or isinstance(field.default, bool)
     return f"`{words[field.default] if is_word else field.default}`"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
