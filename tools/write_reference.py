@@ -87,7 +87,8 @@ def _parser_table(
         if action.option_strings and action.dest not in PARAMETERS and not is_help:
             names.setdefault(action.dest, []).extend(f"`{name}`" for name in action.option_strings)
             if action.help not in (None, argparse.SUPPRESS):
-                helps[action.dest] = str(action.help).replace("%%", "%")
+                form = f"{action.metavar}: " if "=" in str(action.metavar) else ""
+                helps[action.dest] = form + str(action.help).replace("%%", "%")
     rows = [
         (", ".join(names[key]), _default(defaults.get(key)), text) for key, text in helps.items()
     ]
@@ -98,7 +99,7 @@ def _parser_table(
 
 
 def _default(value: Any) -> str:
-    if value is None or value is False or value in ((), []):
+    if value is None or value is False or value in ((), [], {}):
         return ""
     return f"`{'on' if value is True else value}`"
 
