@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.terminal import INTERRUPTED, foreign_flags
+from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cli.terminal.chat_loop import STOPPED
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
@@ -28,6 +28,7 @@ from jinfer.cli.terminal.remote_chat import (
 )
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
+from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.progress import task
 from jinfer.template.chat_prompt import Message
 
@@ -114,10 +115,9 @@ _SHORT = (
     *("--max-tokens", "--temperature", "--help"),
 )
 FOREIGN_FLAGS = {
-    **foreign_flags.FLAG_HINTS,
-    ("-p", "--prompt"): "write the question without a flag",
-    ("-c", "--ctx-size", "--max-model-len"): "a flag of the server",
-    ("--host", "--port"): "--url http://HOST:PORT",
+    **dict.fromkeys(("-p", "--prompt"), "write the question without a flag"),
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "it is a flag of jinfer serve"),
+    **dict.fromkeys(("--host", "--port"), "--url http://HOST:PORT is the address of the server"),
 }
 
 
@@ -131,7 +131,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         short=_SHORT,
         words="question",
-        instead=FOREIGN_FLAGS,
+        instead=lambda flag: FOREIGN_FLAGS.get(flag) or flag_hint(flag),
     )
     add = parser.add_argument
     add("question", nargs="*", help="the question; several words need no quotes")

@@ -11,12 +11,12 @@ import warnings
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.attention.paged_attention import attend
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.grouped import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.triton_ops import Backend
 
-# Known: `backend` is there to change it.
+# Known; the argument `backend` selects another.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [

@@ -22,7 +22,7 @@ def mosaic_call(
     warp_groups: int = 1,
     interpret: bool,
 ) -> Any:
-    """A kernel as a function of arrays.
+    """Wraps a kernel as a function of arrays.
 
     Args:
         out: shapes of its results.
@@ -44,26 +44,27 @@ def mosaic_call(
 
 
 def shared_memory_transforms(columns: int, bits: int) -> tuple[Any, ...]:
-    """Shared-memory transforms (tiling, swizzle) of rows of this width.
+    """Returns shared-memory transforms (tiling, swizzle) of rows of this width.
 
-    Both operands of a matmul need the same ones.
+    Both operands of a matmul need the same transforms.
     """
     swizzle = plgpu.find_swizzle(columns * bits, "tile")
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def pipeline_stages(each: int, beside: int) -> int:
-    """Pipeline stages of `each` bytes that fit into shared memory beside `beside` bytes.
+def pipeline_stages(each: int, fixed_bytes: int) -> int:
+    """Returns the pipeline stages of `each` bytes that fit into shared memory with `fixed_bytes`.
 
-    Sized for two resident programs if possible; fewer than two if not even one program has room.
+    Sized for two resident programs if possible; fewer than two stages if a single program does not
+    fit.
     """
     for programs in (2, 1):
-        count = (_SHARED // programs - beside) // each
+        count = (_SHARED // programs - fixed_bytes) // each
         if count >= 2:
             return int(min(count, _MOST_STAGES))
     return 1
 
 
 def broadcast_columns(row: jax.Array, columns: int) -> jax.Array:
-    """A column vector broadcast to all columns."""
+    """Broadcasts a column vector to all columns."""
     return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))

@@ -1,4 +1,4 @@
-"""Inline PTX in Mosaic GPU kernels, on registers of two 16-bit numbers, as in Triton-style ones."""
+"""Inline PTX in Mosaic GPU kernels, on registers of two 16-bit numbers, as in Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ mgpu: Any = mosaic_gpu
 
 @contextmanager
 def mosaic_assembler() -> Iterator[None]:
-    """Within the context `unpack` emits its PTX for a Mosaic kernel."""
+    """Makes `unpack` emit its PTX for a Mosaic kernel within the context."""
     token = unpack.ASSEMBLER.set(ptx)
     try:
         yield
@@ -81,7 +81,7 @@ def arranged_store(ref: Any, row: Array) -> None:
         half = ir.F16Type.get()
         places = numbers.layout.linear_thread_idxs()
         for first, four in zip(places, numbers.registers.flat, strict=True):
-            # Input 32 g + 4 s + 2 h + e, of which a thread has all h and e.
+            # Input 32 g + 4 s + 2 h + e; a thread has all h and e.
             superblock, place = arith.divui(first, const(1024)), arith.remui(first, const(1024))
             g, s = (
                 arith.divui(place, const(32)),

@@ -2,8 +2,8 @@
 
 The bits of the threshold are found four at a time, from the highest. The programs of a kernel each
 take a piece of a row and sum the weights not below 15 candidates; the next kernel adds up the
-pieces in order and continues from the chosen candidate. A vocabulary takes nine short kernels,
-where XLA's bisection takes four for each of 32 bits.
+pieces in order and continues from the chosen candidate. A vocabulary takes nine short kernels;
+XLA's bisection takes four for each of 32 bits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt
@@ -36,7 +35,7 @@ def mass_threshold(
     *,
     interpret: bool = False,
 ) -> UInt[Array, " rows"]:
-    """The largest threshold at or above which the values weigh at least `mass`; or else 0.
+    """Returns the largest threshold such that values from it on weigh at least `mass`; else 0.
 
     Args:
         order: uint32 keys that are compared.

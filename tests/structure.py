@@ -65,7 +65,7 @@ PRIVATE_JAX = {
     "jinfer/distributed/job_config.py": "clusters that JAX detects",
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
-    "jinfer/ops/thread_limit.py": "whether XLA has started",
+    "jinfer/ops/cpu_library.py": "whether XLA has started",
     "jinfer/engine/runner/executable.py": "calls without JAX's dispatch",
 }
 

@@ -351,7 +351,7 @@ def test_an_edited_encoder() -> None:
             llm.trace(TOKENS[:9], "hidden", edits=Edit(wrong, "scale", 2.0))
     for field in ("k", "v"):
         edit = Edit(f"decoder.0.attn.{field}", "scale", 2.0)
-        with pytest.raises(RequestError, match=f"attn.{field} is computed beside"):
+        with pytest.raises(RequestError, match=f"attn.{field} does not take part"):
             model("deepseek_v2").trace(TOKENS[:9], "hidden", edits=edit)
     edit = Edit("encoder.0.x", "scale", 2.0)
     with pytest.raises(RequestError, match="is computed once for all requests"):

@@ -53,14 +53,14 @@ NOT_RUN = {
     "pytest -m gpu": "needs a GPU",
     "make gpu": "needs a GPU",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
-    "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
-    "--method feedback --peer-python PYTHON": "needs llama.cpp",
+    "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method rtn --method mse "
+    "--method gptq --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --peer-python PYTHON --peer-type IQ4_XS "
     "--peer-imatrix": "needs llama.cpp",
     "python -m tests.slow_tests report.xml": "reads a report of all tests; "
     "tests/test_slow_tests.py",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
-    "pytest tests/sampling/test_stages.py": "are other tests",
+    "pytest tests/sampling/test_samplers.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
     "pip install 'jinfer[hub]'": "installs",

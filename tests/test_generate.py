@@ -65,7 +65,7 @@ def test_settings_change_the_specification(capsys: pytest.CaptureFixture[str]) -
         ([LLAMA2, "--ids", "400"], "token 400 is outside the vocabulary of 320"),
         ([LLAMA2, "--ids", "1", "--set", "engine.slts=2"], "did you mean 'slots'"),
         ([LLAMA2, "--ids", "1", "--set", "engine.slots"], "key=value"),
-        ([LLAMA2, "--ids", "1", "--top-p", "2"], "--top-p must be from 0 to 1"),
+        ([LLAMA2, "--ids", "1", "--top-p", "2"], "--top-p must be a number from 0 to 1"),
         ([LLAMA2, "--ids", "1", "--set", "generation.topp=1"], "did you mean 'top_p'"),
         ([LLAMA2, "--chat"], "no chat template"),
         ([str(ROOT / "README.md"), "--prompt", "x"], "README.md"),

@@ -67,7 +67,7 @@ def test_lines_of_tables_are_in_the_source() -> None:
     """Each block of contributing.md, as a whole or line by line."""
     text = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
     paths = [*source_files(ROOT), *(ROOT / "jinfer/cpu/src").rglob("*.*")]
-    paths += (ROOT / "specs").rglob("*.toml")
+    paths += [*(ROOT / "specs").rglob("*.toml"), *(ROOT / "jinfer").rglob("*.toml")]
     source = "\0".join(squeezed(path.read_text(encoding="utf-8")) for path in paths)
     for block in _FENCE.findall(text):
         if squeezed(block) not in source:

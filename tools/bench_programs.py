@@ -42,7 +42,7 @@ from jinfer.modelspec.spec_values import MissingKey
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.quant import parse_format
 from jinfer.quant.quantized_tensor import abstract
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -220,7 +220,7 @@ def compile_task(programs: CompiledPrograms, task: str) -> Any:
     """The program of a task."""
     kind, count = task.split("-")
     if kind != "prompt":
-        shape = StepKey("decode", int(count), stages=stage_sets()[0])
+        shape = StepKey("decode", int(count), stages=sampler_sets()[0])
     else:
         shape = StepKey("logits", int(count), 1)
     function, donated, arguments = programs.step_function(shape)

@@ -92,10 +92,7 @@ FIELDS: dict[str, dict[str, str]] = {
 # Fields whose treatment is written in a handler or a type, not in a mark of the schema.
 _ONLY = "rejected unless it changes nothing"
 HANDLED = {
-    **dict.fromkeys(("n_keep", "n_discard"), f"{_ONLY}: a context is never shifted"),
-    "n_indent": f"{_ONLY}: a grammar determines indentation",
     "parse_tool_calls": f"{_ONLY}: tool calls are always parsed",
-    "min_keep": f"{_ONLY}: no filter has a minimum",
     "/api/generate images": "rejected: models read text only",
     "/api/generate template": "rejected: set --chat-template for all requests",
     "/api/generate suffix": "rejected: use /v1/completions",

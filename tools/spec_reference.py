@@ -15,13 +15,13 @@ from jinfer.modelspec.attention_blocks import (
     TemperatureSpec,
 )
 from jinfer.modelspec.blocks import BLOCKS
+from jinfer.modelspec.bounded_types import describe, fields, union
 from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
 from jinfer.modelspec.model_spec import ClassificationSpec, EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.position_blocks import RopeScalingSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
 from jinfer.modelspec.speculation_table import DraftSpec, SpeculationSpec
-from jinfer.modelspec.table_reader import fields, union
 
 _WIDTH = 120  # of lines
 _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole number"}
@@ -127,7 +127,7 @@ def _type(hint: Any) -> str:
 
 def _option(option: Any) -> str:
     if get_origin(option) is Annotated:
-        return str(get_args(option)[1].text)
+        return describe(option)
     if get_origin(option) is Literal:
         return ", ".join(f"`{word}`" for word in get_args(option))
     if get_origin(option) is tuple:

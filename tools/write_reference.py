@@ -11,16 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import jinfer
 from jinfer import client
 from jinfer.cli.entry_point import COMMANDS
 from jinfer.cli.terminal import generate_flags
-from jinfer.sampling.param_field import Group
-from jinfer.sampling.param_ranges import OneOf, Range
-from jinfer.sampling.parameter_docs import described
-from jinfer.sampling.sampling_params import PARAMETERS
+from jinfer.modelspec.bounded_types import Bounds, describe, details, documentation, union
+from jinfer.sampling.param_field import ALIASES, Group
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.server import serve_flags
 from jinfer.server.core.endpoint import EmptyBody
 from jinfer.server.core.sampling_fields import SamplingFields, parameter_of
@@ -88,7 +87,8 @@ def _parser_table(
         if action.option_strings and action.dest not in PARAMETERS and not is_help:
             names.setdefault(action.dest, []).extend(f"`{name}`" for name in action.option_strings)
             if action.help not in (None, argparse.SUPPRESS):
-                helps[action.dest] = str(action.help).replace("%%", "%")
+                form = f"{action.metavar}: " if "=" in str(action.metavar) else ""
+                helps[action.dest] = form + str(action.help).replace("%%", "%")
     rows = [
         (", ".join(names[key]), _default(defaults.get(key)), text) for key, text in helps.items()
     ]
@@ -99,22 +99,27 @@ def _parser_table(
 
 
 def _default(value: Any) -> str:
-    if value is None or value is False or value in ((), []):
+    if value is None or value is False or value in ((), [], {}):
         return ""
     return f"`{'on' if value is True else value}`"
 
 
 def sampling_page() -> str:
     """Sampling parameters, by group."""
-    texts = {name: text for names, text in described().items() for name in names}
+    texts = {name: text for names, text in documentation(SamplingParams).items() for name in names}
+    others: dict[str, list[str]] = {name: [] for name in PARAMETERS}
+    for alias, own in ALIASES.items():
+        others[own].append(alias)
     parts = []
     for group in get_args(Group):
         rows = [
             (
                 f"`{row.name}`",
                 "none" if row.default is None else f"`{row.default!r}`",
-                _range(row.range),
-                ", ".join(f"`{name}`" for name in dict.fromkeys((*row.aliases, *row.fields[1:]))),
+                _values(row.type),
+                ", ".join(
+                    f"`{name}`" for name in dict.fromkeys((*others[row.name], *row.fields[1:]))
+                ),
                 texts[row.name],
             )
             for row in PARAMETERS.values()
@@ -132,10 +137,16 @@ def sampling_page() -> str:
     )
 
 
-def _range(values: object) -> str:
-    if isinstance(values, OneOf):
-        return values.expected or ", ".join(f"`{value}`" for value in values.values)
-    return str(values) if isinstance(values, Range) else ""
+def _values(hint: Any) -> str:
+    """The words and the bounds of a type; its other values have no short description."""
+    parts = []
+    for option in union(hint):
+        inner, note = details(option)
+        if get_origin(inner) is Literal:
+            parts.append(", ".join(f"`{word}`" for word in get_args(inner)))
+        elif inner is bool or isinstance(note, Bounds):
+            parts.append(describe(option))
+    return " or ".join(parts)
 
 
 def http_page() -> str:
@@ -148,7 +159,7 @@ def http_page() -> str:
         for endpoint in ENDPOINTS
     ]  # fmt: skip
     shared = schemas["ChatRequest"]["properties"] | schemas["CompletionRequest"]["properties"]
-    texts = {name: text for names, text in described().items() for name in names}
+    texts = {name: text for names, text in documentation(SamplingParams).items() for name in names}
     own_fields = [
         name
         for name in SamplingFields.model_fields

@@ -89,7 +89,7 @@ def compile_for(engine: Engine, request: Request) -> None:
     """Compiles what a request with activations needs, so that no request in the engine waits.
 
     Raises:
-        RequestError: a value is not part of the forward pass, and cannot be edited.
+        RequestError: an edited value does not take part in the forward pass.
     """
     taps = taps_of([request.activations])
     if taps is None:

@@ -26,7 +26,7 @@ from jinfer.engine.output.completion import (
     completion,
 )
 from jinfer.engine.requests import RequestError
-from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.sampling.sampling_keywords import ChatKeywords, completing
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
 from jinfer.template.chat_prompt import Message
 

@@ -31,11 +31,11 @@ from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.adapted_rows import is_adapter
+from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
 from jinfer.progress import line, track
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> l
         count = scheduler.fit_batch(min(scheduler.chunk, prompt))
         shapes.append(StepKey("logits", engine.scheduler.batch_size(count), 1, taps=taps))
         prompt -= count
-    stages = stage_sets()[0]
+    stages = sampler_sets()[0]
     chosen = StepKey("sample", chosen=1, stages=stages)
     return [*dict.fromkeys(shapes), chosen, StepKey("decode", 1, stages=stages, taps=taps)]
 
@@ -268,7 +268,7 @@ def all_shapes(engine: Engine) -> list[StepKey]:
     ]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
-    for stages in stage_sets():
+    for stages in sampler_sets():
         shapes += [StepKey("sample", chosen=count, stages=stages) for count in choices]
         shapes += [StepKey("decode", count, stages=stages) for count in counts]
     return shapes

@@ -17,7 +17,7 @@ from jinfer.engine.output.completion import TokenLogprob
 from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.engine.runner.forward_passes import Passes, encode, forward
 from jinfer.nn.abstract_model import Want
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from jinfer.api.session import Session

@@ -17,7 +17,7 @@ from jinfer.api.prompt_inputs import (
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.sampling.param_ranges import MAX_STOP_IDS
+from jinfer.sampling.param_types import MAX_STOP_IDS
 from jinfer.sampling.sampling_keywords import SamplingKeywords
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer.fill_in_middle import infill_prompt

@@ -25,7 +25,7 @@ from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.ops.platforms import start
+from jinfer.ops.backend import start
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 

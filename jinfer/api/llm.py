@@ -34,7 +34,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.sampling.activation_edits import Edit, Steer
-from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.sampling.sampling_keywords import ChatKeywords, completing
 from jinfer.startup.imports import gc_paused
 from jinfer.template.chat_prompt import Message
 

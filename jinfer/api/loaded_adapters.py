@@ -23,7 +23,7 @@ from jinfer.loader.sources import locate
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
-from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
+from jinfer.nn.lora_rows import AdapterSlots, is_adapter
 
 if TYPE_CHECKING:
     from jinfer.loader.adapters.lora_adapter import LoraAdapter

@@ -19,7 +19,7 @@ from jinfer.loader.weights.grouped_blocks import described
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.modelspec.spec_errors import nearest_hint
-from jinfer.nn.adapted_rows import is_adapter
+from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantize_matrix import quantize

@@ -10,10 +10,9 @@ import numpy as np
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.sampling.param_keywords import is_parameter, merged
-from jinfer.sampling.sampling_keywords import SamplingKeywords
-from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingParams
-from jinfer.sampling.unknown_params import no_parameter
+from jinfer.sampling.param_field import unknown_parameter
+from jinfer.sampling.sampling_keywords import SamplingKeywords, is_parameter, merged
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import JAX
@@ -113,7 +112,7 @@ def parse_params(
     named = params if isinstance(params, Mapping) else {}
     for name in (*named, *changes):
         if not is_parameter(name):
-            raise RequestError(no_parameter(name, PARAMETERS, ALIASES))
+            raise RequestError(unknown_parameter(name, PARAMETERS))
     try:
         return merged(defaults, params, changes)
     except (TypeError, ValueError) as error:

@@ -26,13 +26,13 @@ from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
 from jinfer.nn.activation_shapes import ActivationShape
 from jinfer.nn.activation_taps import ActivationTaps, TapError, ValueEdit
-from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
+from jinfer.nn.lora_rows import LORA_A, LORA_B, is_adapter
 from jinfer.nn.row_edits import take_row_edits
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.sampling_params import SamplingParams
@@ -191,7 +191,7 @@ class TracedEdit:
             new = whole.at[..., : self.keys].set(new.swapaxes(0, 1).astype(whole.dtype))
         return new.astype(value.dtype)[None]
 
-    def taken(self, rows: Int[Array, " chosen"]) -> TracedEdit:
+    def select_rows(self, rows: Int[Array, " chosen"]) -> TracedEdit:
         """The edits of some of the rows: the function always computes all."""
         raise AssertionError("all tokens have results")
 

@@ -33,7 +33,7 @@ from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import chain_hash
 from jinfer.engine.scheduling.prefix_blocks import enter, pool_of
 from jinfer.engine.scheduling.state_pool import StatePool
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 if TYPE_CHECKING:

@@ -56,18 +56,18 @@ from jinfer.loader.open_model import Opened, open_model
 from jinfer.loader.weights.model_size import count_text, sizes_of
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import with_formats
-from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.ops.backend import start
+from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
 from jinfer.ops.gpu_backend import requested_backend
-from jinfer.ops.platforms import start
-from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
-from jinfer.sampling.param_keywords import is_parameter
+from jinfer.sampling.param_field import parameter_hint
+from jinfer.sampling.sampling_keywords import is_parameter
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
-from jinfer.sampling.unknown_params import ABSENT
 from jinfer.template.chat_prompt import CONTINUE, Message
 from jinfer.tokenizer import Tokenizer
 
@@ -268,10 +268,9 @@ class Session:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
             elif name != CONTINUE and not conversation.reads(name):
-                hint = ABSENT.get(name) or nearest_hint(name, (*PARAMETERS, "special", "variables"))
+                hint = parameter_hint(name, (*PARAMETERS, "special", "variables"))
                 raise RequestError(
-                    "neither sampling nor the model's chat template knows "
-                    f"{show_value(name)}; {hint}"
+                    f"neither sampling nor the model's chat template knows {show_value(name)}{hint}"
                 )
         return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
 

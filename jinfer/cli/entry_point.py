@@ -68,30 +68,6 @@ _SCRIPTS = tuple(
     f"bench {name}"
     for name in ("kernels", "linear", "lora", "models", "offload", "partition", "programs")
 )
-# Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.
-_FOREIGN_NAMES = {
-    "run": "chat MODEL",
-    "start": "serve MODEL",
-    "server": "serve MODEL",
-    "cli": "chat MODEL",
-    "complete": "generate MODEL",
-    "completion": "generate MODEL",
-    "ask": "generate MODEL QUESTION",
-    "ls": "list",
-    "models": "list",
-    "search": "list TEXT",
-    "ps": "list, which shows the models on this machine; /v1/models lists those of a server",
-    "show": "inspect SOURCE",
-    "info": "inspect SOURCE",
-    "download": "pull NAME",
-    "convert": "quantize SOURCE OUT; without that any checkpoint is read as it is",
-    "create": "generate spec.toml; a model is a TOML file",
-    "rerank": "serve SOURCE, which has /rerank; in Python LLM(SOURCE).classify",
-    "classify": "serve SOURCE, which has /classify; in Python LLM(SOURCE).classify",
-    "embed": "serve SOURCE, which has /v1/embeddings; in Python LLM(SOURCE).embed",
-    "rm": "list --memory, which shows where weights come from; the hub's own command removes them",
-    "-v": "--version",
-}
 _NAMES = {command.name: command for command in COMMANDS}
 
 
@@ -180,8 +156,11 @@ def _unknown(word: str) -> str:
     if word in _SCRIPTS:
         script = f"python -m tools.{word.replace(' ', '_')}"
         return f"{word!r} is a script of jinfer's source tree; run there: {script}"
-    if word in _FOREIGN_NAMES:
-        return f"there is no command {word!r}; there is: {prog_of_jinfer()} {_FOREIGN_NAMES[word]}"
+    # Imported here, because only errors need it.
+    from jinfer.modelspec.foreign_names import foreign_commands
+
+    if (own := foreign_commands().get(word)) is not None:
+        return f"there is no command {word!r}; there is: {prog_of_jinfer()} {own}"
     group, _, rest = word.partition(" ")
     names = [
         name

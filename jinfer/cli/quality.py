@@ -28,13 +28,14 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.importance_matrix import importance_matrix
 from jinfer.cli.run_command import run, width, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.modelspec.quantization_table import current_method
 from jinfer.progress import track
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantize_matrix import Method
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
-QUICK = ("nearest", "search")  # "feedback" takes a minute or more for each format
+QUICK = ("rtn", "mse")  # "gptq" takes a minute or more for each format
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
@@ -246,8 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     add_text(parser)
     add("--weights", action="append", default=[], type=width, metavar="FORMAT",
         help="default: every width")  # fmt: skip
-    add("--method", action="append", default=[], choices=METHODS,
-        help="default: nearest, search")  # fmt: skip
+    add("--method", action="append", default=[], type=current_method,
+        choices=METHODS,
+        help="default: rtn, mse")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
         help="also a folder that `jinfer quantize` wrote; its name labels the row")  # fmt: skip
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")

@@ -17,8 +17,8 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
+from jinfer.ops.backend import start
 from jinfer.ops.disable_kernels import SwitchError
-from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout
 
 _FLAGS = ("json", "svg", "html", "propose_spec", "draft")  # that name a file to write

@@ -1,4 +1,4 @@
-"""Paged attention, with the writing of new keys and values, as one custom call."""
+"""Paged attention and the write of new keys and values, as one custom call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KvFormat(NamedTuple):
     symmetric: bool
 
 
-class CachedVectors(NamedTuple):
+class CacheOperands(NamedTuple):
     """Keys or values of the block pool.
 
     Attributes:
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 
 
 def supported(heads: int, kv_heads: int) -> bool:
-    """Whether the custom call exists on this machine, and takes so many heads."""
+    """Whether the custom call exists on this machine, and supports this number of heads."""
     return heads // kv_heads <= _MAX_GROUP and register(_SYMBOL)
 
 
@@ -64,8 +64,8 @@ def attention(
     positions: Int[Array, " tokens"],
     last: Int[Array, " tokens"],
     tables: Int[Array, "rows entries"],
-    keys: CachedVectors,
-    values: CachedVectors | None,
+    keys: CacheOperands,
+    values: CacheOperands | None,
     coding: KvFormat | None,
     scores: Scores,
     new: tuple[Array, ...] | None = None,
@@ -73,9 +73,9 @@ def attention(
     *,
     partial: bool = False,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
-    """Attention's output, and the arrays of keys, of values and of int8 keys.
+    """Computes attention; also returns the arrays of keys, values and int8 keys.
 
-    Fails where a token or a block is not in the tables or the pool.
+    The call fails if a token or a block is not in the tables or the pool.
 
     Args:
         rows: each token's row of the tables; -1: padding, which gets zeros.
@@ -86,22 +86,22 @@ def attention(
         coding: format of a quantized cache.
         new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, to be written to
             the pool first. The pool's arrays are changed in place and must not be used again.
-        int8_keys: of the same blocks (`jinfer.ops.attention.int8_keys`); None: there are none.
-        partial: entries of the tables may be -1: blocks that are elsewhere, neither written nor
-            seen. The output is then float32 and not normalized, and a second array holds each
-            query's maximum score and sum of weights.
+        int8_keys: int8 keys of the same blocks (`jinfer.ops.attention.kv_cache`); None: none.
+        partial: entries of the tables may be -1: blocks in another pool, neither written nor read.
+            The output is then float32 and not normalized, and a second array holds each query's
+            maximum score and sum of weights.
 
     Returns:
-        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others, each
-        none or more arrays.
+        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; then the pool's
+        parts, each zero or more arrays.
     """
     parts: list[tuple[Array, ...]] = [keys.arrays, () if values is None else values.arrays]
     parts.append(() if int8_keys is None else (int8_keys,))
     cached = tuple(chain.from_iterable(parts))
-    given = (scores.sinks, (0,)), (scores.slopes, (0,)), (scores.by_distance, (0, 0))
+    optional = (scores.sinks, (0,)), (scores.slopes, (0,)), (scores.by_distance, (0, 0))
     biases = tuple(
         jnp.zeros(none, jnp.float32) if numbers is None else numbers.astype(jnp.float32)
-        for numbers, none in given
+        for numbers, none in optional
     )
     indices = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
     arguments = (q, *indices, *biases, *(new or ()))

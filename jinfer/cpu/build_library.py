@@ -2,14 +2,14 @@
 
 All `*.cc` under `src` become one shared library, compiled at first use with the machine's C++
 compiler against the installed jaxlib's headers and cached in the user's cache folder. With a
-prebuilt library (`prebuilt.py`), or one that `python -m jinfer.cpu` compiled ahead, as for a
-container image, neither a compiler nor a writable folder is needed.
+prebuilt library (`prebuilt.py`), or a library that `python -m jinfer.cpu` compiled ahead, such as
+for a container image, neither a compiler nor a writable folder is needed.
 
 A file whose name ends in an instruction set, such as `_avx2.cc`, is compiled with its flags
-(`cpp_sources.ISA_FLAGS`), and runs only where isa.h says so. All others run on any processor; on
-ARM they use NEON, which is always there. `python -m jinfer.cpu` compiles for all instruction sets,
-independent of the machine; the build at first use compiles for this machine's alone, in half the
-time.
+(`cpp_sources.ISA_FLAGS`), and isa.h decides at run time whether it is used. All others run on any
+processor; on ARM they use NEON, which every such processor has. `python -m jinfer.cpu` compiles for
+all instruction sets, independent of the machine; the build at first use compiles for this machine's
+alone, in half the time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from jinfer import progress
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu import prebuilt
 from jinfer.cpu.compilers import BuildError, compile_and_link
-from jinfer.cpu.cores import most_threads, usable_cores
+from jinfer.cpu.cores import max_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.startup.source_files import files_below
 
 # Instruction set to compile kernels for; None: all.
-type Target = Isa | Literal["tested"] | None
+type BuildTarget = Isa | Literal["tested"] | None
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: no custom calls
 LOWER = "JINFER_ISA"  # one of ISAS: the best instruction set to use
@@ -62,9 +62,9 @@ registered: set[str] = set()  # symbols registered with XLA
 
 
 def available() -> bool:
-    """Whether there are custom calls; compiles them the first time, which takes seconds.
+    """Whether custom calls are available; compiles them the first time, which takes seconds.
 
-    If there are none, the reason is logged once.
+    If they are unavailable, the reason is logged once.
     """
     return _library() is not None
 
@@ -81,7 +81,7 @@ def register(*symbols: str) -> bool:
 def custom_call(
     symbol: str, results: Any, aliases: dict[int, int] | None = None
 ) -> Callable[..., Any]:
-    """The call of a handler, with arrays and attributes as arguments.
+    """Returns the call of a handler, with arrays and attributes as arguments.
 
     Args:
         results: its `jax.ShapeDtypeStruct`, or several.
@@ -96,7 +96,7 @@ def custom_call(
 
 
 def loaded() -> ctypes.CDLL:
-    """The library.
+    """Returns the loaded library.
 
     Raises:
         RuntimeError: there are no custom calls.
@@ -108,7 +108,7 @@ def loaded() -> ctypes.CDLL:
 
 
 def isa() -> Isa:
-    """The instruction set that kernels use. Raises `RuntimeError`."""
+    """Returns the instruction set that kernels use. Raises `RuntimeError`."""
     return ISAS[loaded().jinfer_isa()]
 
 
@@ -124,10 +124,10 @@ def lowered_isa(name: Isa) -> Iterator[None]:
 
 
 def library_path(every: bool = False) -> Path:
-    """Path of the compiled library; compiles it if needed.
+    """Returns the path of the compiled library; compiles it if needed.
 
     Args:
-        every: with kernels for all instruction sets, whatever the environment says.
+        every: compile kernels for all instruction sets; overrides the environment.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -144,13 +144,13 @@ def _cached(every: bool = False) -> Path | None:
     return next(paths, None) or prebuilt.find(own_key())
 
 
-def _target(every: bool) -> Target:
+def _target(every: bool) -> BuildTarget:
     if not every and os.environ.get(EVERY, "0") not in ("", "0"):
         return TESTED
     return None if every or os.environ.get(LOWER) else own_isa()
 
 
-def _build(only: Target) -> Path:
+def _build(only: BuildTarget) -> Path:
     compiler = _compiler()
     cores = usable_cores()
     every = only in (None, TESTED)
@@ -178,7 +178,7 @@ def _build(only: Target) -> Path:
 
 @contextmanager
 def _shown(what: str) -> Iterator[progress.Task]:
-    """A task of a long step; without a display of progress a warning announces it."""
+    """Shows the progress of a long step; without a progress display a warning announces it."""
     if not progress.watched():
         _log.warning("%s", what)
     level = logging.INFO if progress.watched() else logging.DEBUG
@@ -187,18 +187,18 @@ def _shown(what: str) -> Iterator[progress.Task]:
 
 
 def opened_already() -> ctypes.CDLL | None:
-    """The library if it is open already."""
+    """Returns the library if it is already open."""
     return _library() if _opened.cache_info().currsize else None
 
 
 def opened_if_built() -> ctypes.CDLL | None:
-    """The library if it is compiled already; only a damaged one is compiled anew."""
+    """Returns the library if it is already compiled; only a damaged library is recompiled."""
     opened = bool(_opened.cache_info().currsize)
     return _library() if opened or _cached() is not None else None
 
 
 def _library() -> ctypes.CDLL | None:
-    # Several threads trace programs and ask at once.
+    # Several threads trace programs at once.
     with _lock:
         return _opened()
 
@@ -212,7 +212,7 @@ def _opened() -> ctypes.CDLL | None:
     except (BuildError, OSError, AttributeError) as error:
         _log.warning("no custom calls: models run several times slower (%s)", error)
         return None
-    library.jinfer_limit_threads(most_threads())
+    library.jinfer_limit_threads(max_threads())
     lower = os.environ.get(LOWER, "")
     if lower in ISAS:
         library.jinfer_limit_isa(ISAS.index(lower))
@@ -222,9 +222,9 @@ def _opened() -> ctypes.CDLL | None:
 
 
 def _loaded() -> ctypes.CDLL:
-    """Loads the library; one that cannot be loaded is compiled anew, once."""
+    """Loads the library; if it cannot be loaded, it is recompiled once."""
     path = _cached()
-    if path is None:  # just compiled: compiling again would not help
+    if path is None:  # recompiling would not help
         return _open(library_path())
     try:
         return _open(path)
@@ -259,8 +259,8 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
-def _sources(only: Target = None) -> list[Path]:
-    """Handlers, and kernels: each family's for all instruction sets, or its best for one."""
+def _sources(only: BuildTarget = None) -> list[Path]:
+    """Returns handlers, and each family's kernels for all instruction sets or its best for one."""
     files = all_sources()
     kernels: dict[str, list[Path]] = {isa: [] for isa in ISAS}
     for path in files:
@@ -269,21 +269,21 @@ def _sources(only: Target = None) -> list[Path]:
     if only is not None and only != TESTED:
         order = (LOWER_ISA.get(only, only), only)
         best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
-        wanted = {*best.values()}
+        used_kernels = {*best.values()}
     else:
-        wanted = {path for isa in isas() for path in kernels[isa]}
+        used_kernels = {path for isa in isas() for path in kernels[isa]}
     every = {path for group in kernels.values() for path in group}
-    return [path for path in files if path in wanted or path not in every]
+    return [path for path in files if path in used_kernels or path not in every]
 
 
 def _extra() -> list[str]:
     return shlex.split(os.environ.get(FLAGS, ""))
 
 
-def key(only: Target = None) -> str:
-    """Cache key of the library: a hash of everything it is made from except the compiler.
+def key(only: BuildTarget = None) -> str:
+    """Computes the library's cache key: a hash of all its inputs except the compiler.
 
-    Any compiler will do, and there may be none where the library is used.
+    Any compiler will do, and a machine that uses the library may have none.
 
     Args:
         only: instruction set of its kernels; None: all.
@@ -292,8 +292,8 @@ def key(only: Target = None) -> str:
 
 
 @functools.cache
-def own_key(only: Target = None) -> str:
-    """The part of the key that does not depend on jaxlib."""
+def own_key(only: BuildTarget = None) -> str:
+    """Computes the part of the key that does not depend on jaxlib."""
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *map(Path, files_below(SRC, ".h"))]:
@@ -333,7 +333,7 @@ def _compile(
     compiler: list[str],
     paths: cache.BuildPaths,
     cores: int,
-    only: Target,
+    only: BuildTarget,
     headers: str,
     link: tuple[str, ...] = (),
     step: progress.Task | None = None,
@@ -362,7 +362,7 @@ def _compile(
         output = str(paths.library.with_name(f"{digest}-{unit.name}.o"))
         commands.append([*start, "-c", str(unit.write(paths.library.parent)), "-o", output])
         compiled.append((unit.isa_rank, output))
-    # The linker keeps the first definition of a function: the one for any processor.
+    # The linker keeps the first definition of a function: that for any processor.
     objects = [output for _, output in sorted(compiled)]
     shared = [*compiler, *_extra(), *link, "-shared", *objects]
     library = ["-o", str(paths.library), "-lpthread"]
@@ -370,7 +370,7 @@ def _compile(
 
 
 def _lacking() -> tuple[str, ...]:
-    """Endings of files for instruction sets that this machine lacks."""
+    """Returns name endings of files for instruction sets that this machine lacks."""
     own = own_isa() or "portable"
     return tuple(f"_{isa}" for isa in ISAS[ISAS.index(own) + 1 :])
 

@@ -67,7 +67,7 @@ def compile_and_link(
     cores: int,
     step: Task | None = None,
 ) -> None:
-    """Compiles what is not compiled yet, and links everything.
+    """Compiles missing object files, and links everything.
 
     Args:
         commands: compiler commands whose last word is the output file.
@@ -111,7 +111,7 @@ def compile_and_link(
 
 
 def reason(lines: list[str]) -> str:
-    """The line of a compiler's or linker's errors that names the reason."""
+    """Finds the line of a compiler's or linker's errors that names the reason."""
     for number, line in enumerate(lines):
         if "error" in line:
             return lines[number - 1] if line.startswith("collect2:") and number else line

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 _ROOT = Path("/")
-limits: dict[int, int] = {}  # in force; see `jinfer.cpu.call_threads`
+limits: dict[int, int] = {}  # in force; see `jinfer.cpu.library_calls`
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores of the process's affinity, at most the container's quota, rounded up.
+    """Counts the cores of the process's affinity, at most the container's quota, rounded up.
 
-    `os.cpu_count()` knows neither. More threads than cores take turns.
+    `os.cpu_count()` ignores both. More threads than cores would take turns.
 
     Args:
         root: of the file system that control groups are read from.
@@ -23,13 +23,13 @@ def usable_cores(root: Path = _ROOT) -> int:
     return max(1, math.ceil(min(cores, cpu_quota(root))))
 
 
-def most_threads() -> int:
-    """Threads that may compute: one per usable core, at most any limit in force."""
+def max_threads() -> int:
+    """Returns the number of compute threads: one per usable core, at most any limit in force."""
     return min([usable_cores(), *limits.values()])
 
 
 def cpu_quota(root: Path = _ROOT) -> float:
-    """CPU quota of this process's control groups (cgroup v1 or v2) in cores; infinite without."""
+    """Reads the CPU quota of this process's control groups (cgroup v1, v2) in cores or inf."""
     least = math.inf
     groups = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -32,7 +32,7 @@ HANDLER_FLAGS = ("-O1",)
 _WITHOUT_XLA = ("read_bandwidth", "repack_gguf")  # portable loops that include no XLA headers
 # Families that share a unit per ISA.
 _TOGETHER = (("attention", "dense"), ("sample", "rowwise", "lora"))
-# Families whose `<family>_kernels.h` is all there is to compile for an instruction set.
+# Families of which only `<family>_kernels.h` is compiled for an instruction set.
 _GENERATED = ("attention", "dense", "lora", "recurrence", "rowwise", "sample")
 _GENERATED_ISAS = ("portable", "avx2", "avx512")
 
@@ -45,7 +45,7 @@ def _generated(family: str, isa: str) -> str:
     )
 
 
-# Text of the files that are not written by hand, by the path that each would have.
+# Path -> text of the generated files.
 GENERATED = {
     SRC / family / f"{family}_{isa}.cc": _generated(family, isa)
     for family in _GENERATED
@@ -54,12 +54,12 @@ GENERATED = {
 
 
 def all_sources() -> list[Path]:
-    """Every `*.cc`, written by hand or generated, sorted."""
+    """Lists every `*.cc`, handwritten or generated, sorted."""
     return sorted([*map(Path, files_below(SRC, ".cc")), *GENERATED])
 
 
 def source_bytes(path: Path) -> bytes:
-    """What a source holds."""
+    """Reads a source."""
     text = GENERATED.get(path)
     return content_of(path) if text is None else text.encode()
 
@@ -69,9 +69,9 @@ class Unit:
     """A translation unit.
 
     Attributes:
-        name: without an ending.
-        paths: the sources that it is made of.
-        flags: compiler flags of this unit, beside `FLAGS`.
+        name: name without an ending.
+        paths: the included sources.
+        flags: compiler flags of this unit, in addition to `FLAGS`.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Unit:
         return ranks[0] if ranks else -1
 
     def write(self, folder: Path) -> Path:
-        """The file to compile, written to `folder` unless it is a single handwritten source."""
+        """Returns the file to compile, written to `folder` unless it is one handwritten source."""
         if len(self.paths) == 1 and self.paths[0] not in GENERATED:
             return self.paths[0]
         unit = folder / f"{self.name}.cc"
@@ -98,7 +98,7 @@ def _part(path: Path) -> str:
 
 
 def units(sources: Iterable[Path]) -> list[Unit]:
-    """Translation units of `sources`, slowest first, so that none is waited for at the end.
+    """Returns translation units of `sources`, slowest first, to keep all cores busy.
 
     Some families of kernels for one instruction set share a unit. Quantized products, the slowest
     to compile, have one for themselves. Handlers are split into two, for two cores.

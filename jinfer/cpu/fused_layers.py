@@ -1,8 +1,7 @@
 """Fused layers: norms, matmuls, RoPE, activations, sums and attentions as one custom call.
 
-A `Program` is built operation by operation. Each yields one or more values, numbers that stand for
-matrices [rows, size] and may be operands of later operations. Values that are not results exist
-only within the call.
+A `Program` is built operation by operation. Each yields one or more values, ids of matrices [rows,
+size] that later operations may use. Values that are not results exist only within the call.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Operation(IntEnum):
 
 
 class AttentionAttributes(NamedTuple):
-    """Attributes of `jinfer_attention`, in the order of a program."""
+    """Attributes of `jinfer_attention`, in a program's order."""
 
     scale: float
     softcap: float
@@ -58,7 +57,7 @@ class AttentionAttributes(NamedTuple):
     int8_keys: bool
 
     def numbers(self) -> list[int]:
-        """The attributes as a program encodes them."""
+        """Encodes the attributes for a program."""
         return [_bits(x) if isinstance(x, float) else int(x) for x in self]
 
 
@@ -67,10 +66,10 @@ class Program:
     """Operations on rows, in order.
 
     Attributes:
-        inputs: float32 [rows, size], all of equally many rows: the values 0, 1, ...
+        inputs: float32 [rows, size], all with the same number of rows: the values 0, 1, ...
         table: pointers to weights (see `jinfer.ops.fusion.weight_pointers`), or None.
-        table_rows: by the id of a weight, its row of the table. The call reads such a weight
-            through its pointer instead of taking it as an argument.
+        table_rows: id of a weight -> its row of the table. The call reads such a weight through its
+            pointer instead of taking it as an argument.
     """
 
     inputs: Sequence[Float[Array, "rows size"]]
@@ -94,10 +93,10 @@ class Program:
         offset: float,
         each: int | None = None,
     ) -> int:
-        """As `jinfer.cpu.rowwise.norm`, with the same weights and biases for all rows.
+        """Adds `jinfer.cpu.rowwise.norm` with the same weights and biases for all rows.
 
         Args:
-            each: size of a norm, such as a head's; None: the whole row.
+            each: numbers of a norm, such as a head's; None: the whole row.
         """
         each = each or self._size(x)
         present = int(weight is not None), int(bias is not None)
@@ -116,7 +115,7 @@ class Program:
         activation: int,
         outputs: Sequence[int],
     ) -> list[int]:
-        """As `jinfer.cpu.quantized_matmul.quantized_linear`.
+        """Adds `jinfer.cpu.matmul_call.quantized_linear`.
 
         Args:
             buffers, fields, codebook, digits, activation: arguments of its call.
@@ -138,7 +137,7 @@ class Program:
         rounded: bool,
         outputs: Sequence[int],
     ) -> list[int]:
-        """As `jinfer.cpu.dense_matmul.dense_linear`.
+        """Adds `jinfer.cpu.matmul_call.dense_linear`.
 
         Args:
             weights, activation, transposed, first, taken, rounded: arguments of its call, with
@@ -150,32 +149,32 @@ class Program:
         return self._add(Operation.DENSE, x, numbers, weights, outputs)
 
     def add(self, x: int, y: int) -> int:
-        """x + y."""
+        """Adds x + y."""
         return self._add(Operation.ADD, x, [y], [], [self._size(x)])[0]
 
     def add_vector(self, x: int, vector: Float[Array, "*one size"]) -> int:
-        """x + vector, the same for all rows."""
+        """Adds x + vector, with the same vector for all rows."""
         return self._add(Operation.ADD_VECTOR, x, [], [vector], [self._size(x)])[0]
 
     def multiply(self, x: int, y: int) -> int:
-        """x * y, number by number."""
+        """Adds the element-wise product x * y."""
         return self._add(Operation.MULTIPLY, x, [y], [], [self._size(x)])[0]
 
     def activate(self, x: int, activation: int) -> int:
-        """As `jinfer.cpu.rowwise.activate`, of the function with this number."""
+        """Adds `jinfer.cpu.rowwise.activate` of the function with this number."""
         return self._add(Operation.ACTIVATE, x, [activation], [], [self._size(x)])[0]
 
     def scale(self, x: int, factor: float) -> int:
-        """x * factor."""
+        """Adds x * factor."""
         return self._add(Operation.SCALE, x, [_bits(factor)], [], [self._size(x)])[0]
 
     def rotate(self, x: int, cos: int, sin: int, *, size: int, adjacent: bool) -> int:
-        """As `jinfer.cpu.rowwise.rotate`."""
+        """Adds `jinfer.cpu.rowwise.rotate`."""
         numbers = [cos, sin, size, int(adjacent)]
         return self._add(Operation.ROTATE, x, numbers, [], [self._size(x)])[0]
 
     def hadamard(self, x: int, *, size: int, query: bool) -> int:
-        """As `jinfer.cpu.rowwise.hadamard`."""
+        """Adds `jinfer.cpu.rowwise.hadamard`."""
         return self._add(Operation.HADAMARD, x, [size, int(query)], [], [self._size(x)])[0]
 
     def lora(
@@ -186,11 +185,11 @@ class Program:
         a: Sequence[Float[Array, "slots rank inputs"]],
         b: Sequence[Float[Array, "slots rank last"]],
     ) -> list[int]:
-        """As `lora_call.add_lora`.
+        """Adds `jinfer.cpu.matmul_call.add_lora`.
 
         Args:
             adapters: slots, scales and order of the rows.
-            b: those in int8 are followed by their factors.
+            b: int8 matrices are followed by their factors.
         """
         sizes = [*(stack.shape[1] for stack in a), *map(self._size, ys)]
         out = self._add(Operation.LORA, x, [len(ys), *ys], [*adapters, *a, *b], sizes)
@@ -205,7 +204,7 @@ class Program:
         pools: Sequence[Array],
         attributes: AttentionAttributes,
     ) -> list[int]:
-        """As `attention_call.attention`, with whole results and without biases by distance.
+        """Adds `attention_call.attention`, with normalized results and without biases by distance.
 
         Args:
             new: keys and, unless shared, values to be written to the pool first; or nothing.
@@ -215,13 +214,13 @@ class Program:
             attributes: the call's attributes.
 
         Returns:
-            The result, and the pools if they are written to, which can only be results of `run`.
+            The result, and the pools if they are written to; they can only be results of `run`.
         """
         key, value = (*new, -1, -1)[:2]
         size = self._size(q) // attributes.dim * attributes.value_dim
         numbers = [key, value, *attributes.numbers()]
         out = self._add(Operation.ATTENTION, q, numbers, [*indices, *biases], [size])
-        # Never shared with other operands: those must see the pool as it was.
+        # Never shared with other operands, which must see the old pool.
         arguments = [self._add_argument(pool) for pool in pools]
         if attributes.written:
             before = len(self._pools)
@@ -236,7 +235,7 @@ class Program:
         shapes = [jax.ShapeDtypeStruct((rows, self._size(value)), np.float32) for value in values]
         pools = [self._operands[index] for index in self._pools]
         shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
-        has_layout = any(number != -1 for number in self._layout)  # else all are arguments
+        has_layout = any(number != -1 for number in self._layout)  # else all weights are arguments
         first = len(self.inputs) + has_layout
         aliases = {first + index: len(values) + i for i, index in enumerate(self._pools)}
         call = custom_call("jinfer_fused_layers", shapes, aliases=aliases)
@@ -281,7 +280,7 @@ class Program:
         return list(range(first, first + len(sizes)))
 
     def _add_argument(self, operand: Array) -> int:
-        """Adds an argument to the call; its index among the operands' arguments."""
+        """Adds an argument to the call; returns its index among the operands' arguments."""
         self._operands.append(operand)
         self._layout.append(-1)
         return len(self._operands) - 1

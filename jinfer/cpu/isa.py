@@ -32,7 +32,7 @@ _DOT_FLAG = "asimddp"
 
 
 def own_isa() -> Isa | None:
-    """This machine's instruction set; None if it is unknown without the library."""
+    """Detects this machine's instruction set; None if it is unknown without the library."""
     try:
         flags = _cpu_flags(_CPU, "Features" if is_arm() else "flags")
     except OSError:
@@ -52,7 +52,7 @@ def own_isa() -> Isa | None:
 
 @functools.cache
 def _cpu_flags(path: Path, name: str) -> frozenset[str]:
-    """CPU flags of all cores; cached, as there may be hundreds and loading weights asks often."""
+    """Reads the CPU flags of all cores; cached, because weight loading calls it often."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return frozenset(flag for line in lines if line.startswith(name) for flag in line.split())
 
@@ -76,7 +76,7 @@ def is_arm() -> bool:
 
 
 def isas() -> tuple[Isa, ...]:
-    """Instruction sets that this architecture's compilers support."""
+    """Returns the instruction sets that this architecture's compilers support."""
     if is_x86():
         return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
     return ("portable", "neon") if is_arm() else ("portable",)

@@ -1,6 +1,6 @@
-"""A mixture's routing as custom calls: which experts rows go to, sorted by expert, and their sum.
+"""MoE routing as custom calls: choice of experts, sorting by expert, weighted sum.
 
-What a row gets is the same to the bit whatever other rows there are.
+Results are batch-invariant to the bit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def route(
     renormalize: bool,
     scale: float,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """The top-k experts of each row, the lower index among equals, and their weights.
+    """Returns each row's top-k experts, the lower index among equals, and their weights.
 
     Args:
         logits: float32.
         correction: added to the scores for the selection only.
-        softmax: scores are a softmax of the logits; else each is its logit's sigmoid.
+        softmax: scores are a softmax of the logits; else sigmoids of the logits.
         renormalize: weights are scores over their sum, else the scores; either times `scale`.
     """
     shape = logits.shape[0], top_k
@@ -73,7 +73,7 @@ def combine_experts(
     place_of: Int[Array, " pairs"],
     weights: Float[Array, "rows top_k"],
 ) -> Float[Array, "rows hidden"]:
-    """Each row's weighted sum of its experts' results, all float32, in the order of its experts."""
+    """Sums each row's weighted expert results in the order of its experts, all float32."""
     shape = jax.ShapeDtypeStruct((weights.shape[0], results.shape[1]), np.float32)
     out: Array = custom_call("jinfer_combine_experts", shape)(results, place_of, weights)
     return out

@@ -1,8 +1,7 @@
 """Recurrences with state as custom calls: matrix, selective, diagonal and WKV scan, short conv.
 
-Threads share out sequences, heads and blocks of a state's columns; each computes a sequence's
-tokens one after the other. A token's bits therefore depend neither on the batch nor on how a prompt
-is divided into chunks.
+Threads divide sequences, heads and blocks of a state's columns; each computes a sequence's tokens
+one after the other. So a token's bits depend neither on the batch nor on prompt chunking.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Runs(NamedTuple):
     """The sequences of a flat batch.
 
     Attributes:
-        starts, lengths: first token and number of tokens of each; 0: none.
-        slots: row of the state table of each; no two sequences with tokens share one.
-        fresh: 1 for a sequence that begins here: its state is zero, whatever the table holds.
+        starts, lengths: first token and number of tokens of each sequence; 0: none.
+        slots: each sequence's row of the state table; sequences with tokens have distinct rows.
+        fresh: 1 for a sequence that begins here: its state is zero, and the table is ignored.
         copies: row of the table that the state after each token is copied to; -1: none.
         kept: whether states are written back and copied; else sequences may share a slot.
     """
@@ -60,7 +59,7 @@ def matrix_scan(
     read: Float[Array, "tokens heads key_dim"] | None = None,
     write: Float[Array, "tokens heads key_dim"] | None = None,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Array]:
-    """The recurrence of `jinfer.ops.recurrence.matrix_state`; all arrays are float32.
+    """Computes `jinfer.ops.recurrence.matrix_state.matrix_scan`; all arrays are float32.
 
     Args:
         table: changed in place if states are kept, and then not to be used again.
@@ -84,7 +83,7 @@ def selective_scan(
     table: Float[Array, "slots states channels"],
     runs: Runs,
 ) -> tuple[Float[Array, "tokens channels"], Array]:
-    """The recurrence of `jinfer.ops.recurrence.selective_scan`, without the skip."""
+    """Computes `jinfer.ops.recurrence.diagonal_state.selective_scan`, without the skip."""
     return _call("selective_scan", (x, dt, a, b, c), x.shape, table, runs)
 
 
@@ -94,7 +93,7 @@ def diagonal_scan(
     table: Float[Array, "slots channels"],
     runs: Runs,
 ) -> tuple[Float[Array, "tokens channels"], Array]:
-    """h = exp(log_decay) h + x of each token, which is also the output."""
+    """Computes h = exp(log_decay) h + x for each token; h is also the output."""
     return _call("diagonal_scan", (log_decay, x), x.shape, table, runs)
 
 
@@ -106,7 +105,7 @@ def wkv_scan(
     table: Float[Array, "slots 3 channels"],
     runs: Runs,
 ) -> tuple[Float[Array, "tokens channels"], Array]:
-    """The recurrence of `jinfer.ops.recurrence.rwkv4`."""
+    """Computes `jinfer.ops.recurrence.rwkv4.wkv`."""
     return _call("wkv_scan", (k, v, log_decay, bonus), k.shape, table, runs)
 
 
@@ -117,7 +116,7 @@ def short_conv(
     table: Float[Array, "slots taps_1 channels"],
     runs: Runs,
 ) -> tuple[Float[Array, "tokens channels"], Array]:
-    """The convolution of `jinfer.ops.recurrence.short_conv`."""
+    """Computes `jinfer.ops.recurrence.short_conv.short_conv`."""
     inputs = (x, weight, jnp.zeros(0, jnp.float32) if bias is None else bias)
     return _call("short_conv", inputs, x.shape, table, runs)
 

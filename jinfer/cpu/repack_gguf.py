@@ -30,8 +30,8 @@ def repack(
         scales, steps: [tiles, superblocks, R, ...], the numbers of a superblock's rows.
 
     Returns:
-        False, with nothing written, where the library is not compiled (yet) or does not support
-        the type or the layout.
+        False, with nothing written, if the library is not compiled (yet) or does not support the
+        type or the layout.
     """
     library = build_library.opened_if_built()
     if library is None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.cpu.build_library import custom_call
-from jinfer.cpu.quantized_matmul import ACTIVATIONS
+from jinfer.cpu.matmul_call import ACTIVATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -27,7 +27,7 @@ def norm(
     eps: float,
     offset: float,
 ) -> Float[Array, "rows size"]:
-    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, all float32.
+    """Computes (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, float32.
 
     Args:
         weight, bias: row i uses group i % groups; None: 1 and 0.
@@ -53,7 +53,7 @@ def rotate(
     size: int,
     adjacent: bool,
 ) -> Float[Array, "rows width"]:
-    """Rotary position embedding; see `jinfer.ops.rope.rotate`. Products are rounded before adding.
+    """Applies RoPE; see `jinfer.ops.rope.rotate`. Products are rounded before adding.
 
     Args:
         x, cos, sin: float32.
@@ -65,26 +65,26 @@ def rotate(
 def hadamard(
     x: Float[Array, "rows width"], *, size: int, query: bool
 ) -> Float[Array, "rows width"]:
-    """Hadamard transform of heads of a size, float32; see `jinfer.ops.attention.hadamard`."""
+    """Applies the Hadamard transform to each head, float32; see `jinfer.ops.attention.hadamard`."""
     call = custom_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, size=np.int64(size), query=query)
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Softmax of each row, in float32."""
+    """Computes the softmax of each row, in float32."""
     return custom_call("jinfer_softmax", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
 def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:
-    """An activation function of each number, in float32.
+    """Applies an activation function to each number, in float32.
 
     Args:
-        function: one of `jinfer.cpu.quantized_matmul.ACTIVATIONS`.
+        function: one of `jinfer.cpu.matmul_call.ACTIVATIONS`.
     """
     call = custom_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, activation=np.int64(ACTIVATIONS.index(function)))
 
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
-    """The first index of each row's largest number; the last index for a row with a NaN."""
+    """Returns the first index of each row's largest number; the last index if the row has NaN."""
     return custom_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)

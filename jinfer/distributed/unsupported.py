@@ -25,7 +25,7 @@ def check_spec(group: ProcessGroup, opened: Opened) -> None:
         if asked:
             reason = f"cannot be had {several}, each of which has a part of the cache; leave it out"
             raise SpecError(path, f"engine.{key}", reason)
-    if spec.quantization.method == "feedback":
+    if spec.quantization.method == "gptq":
         reason = f"cannot be had {several}; convert the checkpoint before: jinfer quantize"
         raise SpecError(path, "quantization.method", reason)
     hosted = part.devices is not None and (CPU,) in device_groups(part.devices, path)

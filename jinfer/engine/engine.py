@@ -38,8 +38,8 @@ from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.ops.interrupt import Flag
-from jinfer.sampling.stages import NOT_FINITE
+from jinfer.ops.cpu_library import Flag
+from jinfer.sampling.samplers import NOT_FINITE
 
 if TYPE_CHECKING:
     from jinfer.engine.offload.prefix_offload import PrefixOffload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,9 +15,11 @@ from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table
 
 AUTO, PLAIN = "auto", "plain"
+_OLD_METHODS = {"nearest": "rtn", "search": "mse", "feedback": "gptq"}  # accepted with a note
 _MOST_OUTLIERS = 0.1  # above, a wider format takes less memory
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?bits?")
 _TABLE_FORMAT = parse_format("q6")  # minimum for embeddings and heads, unless they are set
+_log = logging.getLogger("jinfer")
 
 # Use of a parameter, which determines how it may be stored: a "matrix" and a "head" (which gives
 # logits) are only multiplied with, rows of a "table" are looked up, "plain" is everything else.
@@ -59,10 +62,9 @@ class QuantizationSpec:
         rules: exceptions, the first that matches counts; one that matches nothing is an error.
         threshold: matrices of fewer weights are not quantized.
         outliers: fraction of the weights that are stored exactly, apart from the others.
-        method: "nearest" rounds to nearest, "search" minimizes the squared error of each block,
-            "feedback" (GPTQ) the error of a layer's outputs, which takes a minute or more, once,
-            and is cached; "auto": "feedback" for models that generate text, if it takes some
-            minutes at most.
+        method: "rtn" rounds to nearest, "mse" minimizes the squared error of each block, "gptq"
+            that of a layer's outputs, which takes a minute or more, once, and is cached; "auto":
+            "gptq" for models that generate text, if it takes some minutes at most.
         activations: of matrix products on a CPU: "int8" rounds them to 8 bits in blocks of 32 with
             quantized weights, to bfloat16 with bfloat16 weights, or to 14 bits with float16
             weights, where that is the processor's faster way; "int16" rounds to 16 bits with
@@ -80,7 +82,7 @@ class QuantizationSpec:
     rules: tuple[RuleSpec, ...] = ()
     threshold: Count = 4096
     outliers: NotNegative = 0.0
-    method: Literal["auto", "search", "nearest", "feedback"] = "auto"
+    method: Literal["auto", "rtn", "mse", "gptq"] = "auto"
     activations: Literal["auto", "int8", "int16", "float", "bf16"] = "auto"
     kv_cache: str = AUTO
 
@@ -124,9 +126,19 @@ def _wrong_format(key: str, name: str) -> tuple[str, str] | None:
     return None
 
 
+def current_method[T](name: T) -> str | T:
+    """Translates an earlier version's word for a method, with a note; leaves other values alone."""
+    if not isinstance(name, str) or name not in _OLD_METHODS:
+        return name
+    _log.warning('quantization.method: "%s" is now called "%s"', name, _OLD_METHODS[name])
+    return _OLD_METHODS[name]
+
+
 def read_quantization(written: Any, values: SpecValues) -> QuantizationSpec:
     """Reads the table. Raises `SpecError`."""
     table = dict(as_table(written, values.path, "quantization"))
+    if "method" in table:
+        table["method"] = current_method(table["method"])
     rules = table.pop("rules", [])
     if not isinstance(rules, list | tuple):
         reason = f"{show_value(rules)} is not a list of tables {{ match = ..., weights = ... }}"

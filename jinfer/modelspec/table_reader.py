@@ -7,21 +7,21 @@ import sys
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.bounded_types import WrongValue, fields, mismatch, read_as, union
 from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
 
-_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+__all__ = ["fields", "read_value", "union"]
 
 
 def read_value(cls: Any, written: Any, values: SpecValues, key: str) -> Any:
     """Reads the value at `key` as type `cls`.
 
     Args:
-        cls: int, float, bool, str, one of these with `Bounds`, a Literal, a dataclass, or a union.
+        cls: a type as `read_as` takes it, a dataclass, or a union.
         written: the value in the file.
 
     Raises:
@@ -30,11 +30,6 @@ def read_value(cls: Any, written: Any, values: SpecValues, key: str) -> Any:
     words = any(option is str or get_origin(option) is Literal for option in union(cls))
     value = values.value(written, key, words=words, names=values.names)
     return _typed(cls, value, written, values, key)
-
-
-def union(cls: Any) -> tuple[Any, ...]:
-    """The members of a union; the type alone if it is none."""
-    return get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
 
 
 def _typed(cls: Any, value: Any, written: Any, values: SpecValues, key: str) -> Any:
@@ -49,55 +44,17 @@ def _typed(cls: Any, value: Any, written: Any, values: SpecValues, key: str) -> 
                 return None
             value = {name: field for name, field in value.items() if name != "when"}
         return _read_table(_pick(tables, value, values, key), value, values, key)
-    for option in options:
-        if (plain := _plain(option, value)) is not None:
-            return plain
+    plain = value
+    if any(get_origin(option) is Literal for option in options):
+        plain = "none" if value is None else value
+        plain = ACTIVATION_ALIASES.get(plain, plain) if isinstance(plain, str) else plain
+    try:
+        return read_as(cls, plain)
+    except WrongValue:
+        wrong = mismatch(cls, value)
     origin = f" ({written})" if isinstance(written, str) and written != value else ""
-    raise SpecError(
-        values.path, key, f"{show_value(value)}{origin} is not {_describe(options, value)}"
-    )
-
-
-def _plain(option: Any, value: Any) -> Any:
-    """`value` as the type `option`, or None if it does not fit."""
-    if get_origin(option) is Annotated:
-        inner, bounds = get_args(option)
-        number = _plain(inner, value)
-        return number if number is not None and bounds.least <= number <= bounds.most else None
-    if get_origin(option) is Literal:
-        word = "none" if value is None else value
-        word = ACTIVATION_ALIASES.get(word, word) if isinstance(word, str) else None
-        return word if word in get_args(option) else None
-    if get_origin(option) is tuple:
-        items = [_plain(get_args(option)[0], item) for item in value] if _is_list(value) else [None]
-        return None if None in items else tuple(items)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if type(value) is option else None
-    if option is float and -1e300 < value < 1e300:  # finite as a float
-        return float(value)
-    if option is int and (isinstance(value, int) or value.is_integer()):
-        return int(value)
-    return None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0
-
-
-def _describe(options: tuple[Any, ...], value: Any) -> str:
-    words = []
-    for option in options:
-        if get_origin(option) is Annotated:
-            words.append(get_args(option)[1].text)
-        elif get_origin(option) is Literal:
-            words.append(f"one of the words here; {nearest_hint(value, get_args(option))}")
-        elif get_origin(option) is tuple:
-            words.append("a list of numbers")
-        elif dataclasses.is_dataclass(option):
-            words.append("a table { ... }")
-        else:
-            words.append("none" if option is type(None) else _PLAIN[option])
-    return " or ".join(dict.fromkeys(words))
+    reason = f"{show_value(value)}{origin} is not {wrong.expected}{wrong.hint}"
+    raise SpecError(values.path, key, reason)
 
 
 def _pick(classes: list[Any], table: Mapping[str, Any], values: SpecValues, key: str) -> Any:
@@ -126,16 +83,6 @@ def _kind_words(cls: Any) -> tuple[str, ...]:
     home = next(base for base in cls.__mro__ if "kind" in vars(base).get("__annotations__", ()))
     only = types.SimpleNamespace(__annotations__={"kind": home.__annotations__["kind"]})
     return get_args(get_type_hints(only, vars(sys.modules[home.__module__]))["kind"])
-
-
-@cache
-def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """The fields of a dataclass by name, with their types; dimensions are sizes."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        field.name: (field, Size if "dim" in field.metadata else hints[field.name])
-        for field in dataclasses.fields(cls)
-    }
 
 
 def _read_table(cls: Any, table: Mapping[str, Any], values: SpecValues, key: str) -> Any:

@@ -21,7 +21,7 @@ from jinfer.modelspec import blocks
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
-from jinfer.ops.attention import int8_keys
+from jinfer.ops.attention import kv_cache
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache_group
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jinfer.disk_cache import DiskCache
     from jinfer.nn.activation_shapes import ActivationShape
-    from jinfer.nn.adapted_rows import AdapterSlots
+    from jinfer.nn.lora_rows import AdapterSlots
     from jinfer.nn.transformer import Model
 
 # Results per token; of an encoder "pooled" and "classes" per text.
@@ -41,7 +41,7 @@ class ModelModules:
     """The Flax modules of a specification, without parameters; built on first use.
 
     Attributes:
-        adapters: the room that they have for LoRA adapters.
+        adapters: their slots for LoRA adapters.
     """
 
     spec: ModelSpec
@@ -54,7 +54,7 @@ class ModelModules:
 
     @cached_property
     def parts(self) -> tuple[Any, Any]:
-        """Flax's graph definition of the whole model, and the tree of its abstract parameters."""
+        """Returns Flax's graph definition of the model, and the tree of its abstract parameters."""
         from flax import nnx
 
         from jinfer.nn.transformer import Model
@@ -63,7 +63,7 @@ class ModelModules:
         return definition, state
 
     def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:
-        """The model with these parameters; `rounded` as in `AbstractModel`."""
+        """Builds the model with these parameters; `rounded` as in `AbstractModel`."""
         from flax import nnx
 
         definition, state = self.parts
@@ -86,7 +86,7 @@ class AbstractModel:
         axes: their logical axes, in the same order.
         normalized: parameters whose rows are normalized to length 1 at loading.
         roles: what each parameter is used for, in the same order.
-        caches: module name -> what it caches per token, or keeps per sequence.
+        caches: module name -> sizes of its cache per token, or of its state per sequence.
         never: tokens that are never sampled.
         vocab: vocabulary size; 0 if the model has none.
         steady: as in `ModelSpec`.
@@ -106,7 +106,7 @@ class AbstractModel:
     rounded: bool = False
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
-        """The model with these parameters; `leaves` in the order of `names`."""
+        """Builds the model with these parameters; `leaves` in the order of `names`."""
         return self.modules.merged(leaves, self.rounded)
 
     @cached_property
@@ -120,7 +120,7 @@ class AbstractModel:
             begin, end = end, end + len(jax.tree.leaves(parameter))
             if layer := owner.match(name):
                 first = found.get(layer[0], slice(begin, begin))
-                assert first.stop == begin, f"{name} is not beside the others of its layer"
+                assert first.stop == begin, f"{name} is not adjacent to the others of its layer"
                 found[layer[0]] = slice(first.start, end)
         return found
 
@@ -137,9 +137,9 @@ class AbstractModel:
         return any(shape.group == ENCODER for shape in self.caches.values())
 
     def described(self) -> str:
-        """The cache key of programs compiled for this model, except for the code version."""
+        """Cache key of programs compiled for this model, without the code version."""
         spec = self.modules.spec
-        # Parameters of one shape and type are often one object, whose text is made once.
+        # Parameters of equal shape and type are often one object: its text is cached.
         alike = {id(parameter): parameter for parameter in self.parameters}
         texts = {key: repr(parameter) for key, parameter in alike.items()}
         parameters = ", ".join(texts[id(parameter)] for parameter in self.parameters)
@@ -159,8 +159,8 @@ def build_abstract_model(
 
     Args:
         dtype: of the weights and of the computation; norms are float32.
-        kept: cache of the modules' parameter descriptions, so that the next start needs no modules.
-        adapters: the room that it has for LoRA adapters, which are parameters of it.
+        kept: cache of the parameter descriptions, so that the next start builds no modules.
+        adapters: slots for LoRA adapters, whose matrices are parameters of the model.
     """
     modules = ModelModules(spec, dtype, adapters)
     found = _cached_parameters(modules, kept) if kept is not None else _parameters(modules)
@@ -179,7 +179,7 @@ def build_abstract_model(
 
 
 def with_adapters(model: AbstractModel, adapters: AdapterSlots) -> AbstractModel:
-    """The same model with room for LoRA adapters beside its matrices."""
+    """Builds the same model with slots for LoRA adapters."""
     known = dict(zip(model.names, model.parameters, strict=True))
     built = build_abstract_model(model.modules.spec, model.modules.dtype, adapters=adapters)
     parameters = (
@@ -208,7 +208,7 @@ def _cached_parameters(modules: ModelModules, kept: DiskCache) -> list[_Paramete
 
 
 def _parameters(modules: ModelModules) -> list[_Parameter]:
-    """The modules' parameters, in the order of the tree's leaves."""
+    """Returns the modules' parameters, in the order of the tree's leaves."""
     from flax import nnx
 
     _, state = modules.parts
@@ -226,7 +226,7 @@ def _parameters(modules: ModelModules) -> list[_Parameter]:
 
 
 def _key(entry: Any) -> Any:
-    """The plain key of an entry of a tree path."""
+    """Returns the plain key of an entry in a tree path."""
     return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
 
 
@@ -252,6 +252,6 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShap
                 group = ENCODER if own.encoded else cache_group(own.window)
                 widths = own.heads, own.key_width, own.value_width
                 plain = not (own.encoded or own.index_width or own.score_mod)
-                useful = plain and int8_keys.are_useful(*widths[1:], own.window)
+                useful = plain and kv_cache.int8_keys_are_useful(*widths[1:], own.window)
                 shape = CacheShape(*widths, group, own.window, own.index_width, useful)
                 yield f"decoder.{i}.{name}", shape

@@ -19,7 +19,7 @@ from jinfer.ops.backend import target_platform
 
 
 class TracedModel(Protocol):
-    """What is traced; `AbstractModel` has it."""
+    """The part of `AbstractModel` that is traced."""
 
     @property
     def modules(self) -> Any: ...
@@ -30,10 +30,10 @@ class TracedModel(Protocol):
     def module(self, leaves: Any, /) -> Any: ...
 
 
-# Sizes that no other axis is likely to have.
+# Unusual sizes, by which the axes are recognized.
 _TOKENS, _BLOCKS = 1009, 19
 
-# A module's part -> its axes after those of tokens.
+# A module's part -> its axes after the token axes.
 _PARTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("q", "k", "v", "heads"), ("heads", "head_dim")),
     **dict.fromkeys(("scores", "pattern"), ("heads", "keys")),
@@ -42,7 +42,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("experts", "weights"), ("chosen",)),
     "latent": ("latent",),
 }
-# The axes of a recurrent block's state, by how many there are.
+# Names of the axes of a recurrent block's state, by their number.
 _STATES = {1: ("channels",), 2: ("rows", "columns"), 3: ("heads", "rows", "columns")}
 
 
@@ -50,7 +50,7 @@ class ActivationShape(NamedTuple):
     """The shape of a named value.
 
     Attributes:
-        sizes: of each axis; of a free one its name, "tokens" or "keys".
+        sizes: size of each axis; for a free axis its name, "tokens" or "keys".
         axes: names of the axes.
     """
 
@@ -59,7 +59,7 @@ class ActivationShape(NamedTuple):
 
     @property
     def of_token(self) -> tuple[int, ...] | None:
-        """The shape of one token's value; None where another axis is free, or there are none."""
+        """The shape of one token's value; None if another axis is free, or without token axis."""
         own = self.sizes[1:]
         if self.axes[:1] != ("tokens",):
             return None
@@ -67,7 +67,7 @@ class ActivationShape(NamedTuple):
 
 
 def activation_shapes(model: TracedModel) -> dict[str, ActivationShape]:
-    """The values of a model by name, in the order in which they are computed."""
+    """Returns the values of a model by name, in the order of their computation."""
     found = dict[str, ActivationShape]()
     for stack in model.modules.spec.stacks:
         values = _encoder(model) if stack.name == "encoder" else _decoder(model)
@@ -100,13 +100,13 @@ def _encoder(model: TracedModel) -> Mapping[str, jax.ShapeDtypeStruct]:
 
 def _evaluated(model: TracedModel, run: Any, *arguments: Any) -> Any:
     model.modules.make()
-    # Without custom calls, which take longer to trace and have the same shapes.
+    # Without custom calls, which take longer to trace; shapes are the same.
     with target_platform("xla"):
         return jax.eval_shape(run, model.parameters, *arguments)
 
 
 def _in_order(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a stem computes, then layer by layer, then the head; within one as it is computed."""
+    """Sort key: the stem, then layer by layer, then the head."""
 
     def place(name: str) -> tuple[int, int]:
         first, second, *_ = [*name.removeprefix("encoder.").split("."), ""]
@@ -120,7 +120,7 @@ def _in_order(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> ActivationShape:
-    """The shape of a value [1, ...] without its first axis, with free sizes in words."""
+    """Returns the shape of a value [1, ...] without its first axis; free axes by name."""
     part, deep = name.rpartition(".")[2].partition("@")[0], name.count(".") >= 3
     if shape[1:2] != (_TOKENS,):
         own = shape[1:]
@@ -135,4 +135,4 @@ def _shape(name: str, shape: tuple[int, ...]) -> ActivationShape:
     return ActivationShape(("tokens", *rest), ("tokens", *axes))
 
 
-assert _BLOCKS * BLOCK != _TOKENS, "told apart by their sizes"
+assert _BLOCKS * BLOCK != _TOKENS, "axes are recognized by their sizes"

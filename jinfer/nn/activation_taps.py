@@ -1,21 +1,21 @@
 """Activation taps: values of a forward pass that are captured or edited, by their names (hooks).
 
 Every value that a formula assigns or adds to `x`, modules' inputs and outputs and parts of some
-pass a tap. Without taps in the batch it returns the value itself, so that programs stay as they
-are. Which values are captured and which places are edited is static, and part of a program's key;
-the edits are arrays, so that other vectors and other tokens need no other program.
+pass a tap. Without taps in the batch it returns the value itself, so that programs do not change.
+The names of captured and edited values are static, and part of a program's key; edits are arrays,
+so other vectors and tokens need no new program.
 
 Names, within a layer "decoder.3.", a stem "decoder.stem." or a head "decoder.head.":
 
-    x, y           what the formula assigns; of several assignments `x` is the last one, and `x@1`,
+    x, y           the formula's values; of several assignments `x` is the last one, and `x@1`,
                    `x@2` are those before, in order; a layer's result is called `x` in any case
     attn           a module's output; of several calls `act` is the last one, as above
     attn.input     a module's first argument
     attn.q         a part of a module
-    attn.added     what is added to the residual stream of it: times a factor, after a norm
+    attn.added     the part added to the residual stream: times a factor, after a norm
 
 `embed`, the first layer's input, and the results `hidden`, `logits`, `pooled` and `classes` stand
-alone; those of an encoder beside a decoder are `encoder.embed` and so on.
+alone; an encoder's names in an encoder-decoder are `encoder.embed` and so on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jax import Array
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-EVERY = ("*",)  # captures all values there are
+EVERY = ("*",)  # captures all values
 
 
 class TapError(ValueError):
@@ -45,18 +45,18 @@ class ValueEdit(Protocol):
     """Edits of one value, row by row: a tree of arrays."""
 
     def applied(self, value: Float[Array, "batch tokens ..."]) -> Array:
-        """The value after its edits, of the same shape and type."""
+        """Applies the edits to a value; keeps shape and type."""
         ...
 
-    def taken(self, rows: Int[Array, " chosen"]) -> ValueEdit:
-        """The edits of some of the rows."""
+    def select_rows(self, rows: Int[Array, " chosen"]) -> ValueEdit:
+        """Selects the edits of some rows."""
         ...
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["edits"], meta_fields=["capture"])
 @dataclass(frozen=True)
 class ActivationTaps:
-    """What a forward pass captures and edits.
+    """Captures and edits of a forward pass.
 
     Attributes:
         capture: names of the values that it returns.
@@ -67,7 +67,7 @@ class ActivationTaps:
     edits: Mapping[str, ValueEdit] = field(default_factory=dict)
 
     def of(self, name: str) -> ActivationTaps | None:
-        """The part of a layer such as "decoder.3", with the names in it; None: it has none.
+        """Returns the taps of a layer such as "decoder.3", with names within it; None: no taps.
 
         Equal layers with equal parts are traced once.
         """
@@ -77,9 +77,9 @@ class ActivationTaps:
         own = EVERY if self.capture == EVERY else own
         return ActivationTaps(own, edits) if own or edits else None
 
-    def taken(self, rows: Int[Array, " chosen"]) -> ActivationTaps:
-        """The same of some rows, as those that a head computes."""
-        edits = {name: edit.taken(rows) for name, edit in self.edits.items()}
+    def select_rows(self, rows: Int[Array, " chosen"]) -> ActivationTaps:
+        """Selects the taps of some rows, such as those that a head computes."""
+        edits = {name: edit.select_rows(rows) for name, edit in self.edits.items()}
         return ActivationTaps(self.capture, edits)
 
 
@@ -88,10 +88,10 @@ class Tapping:
     """Taps during one trace of a layer, a stem or a head.
 
     Attributes:
-        prefix: of the names of what is computed now.
+        prefix: prefix of the names of current values.
         lead: shape of the axes of tokens; () where no module needs it.
         results: names of assigned values that have no prefix -> their names.
-        captured: what was captured so far, by name; filled in place.
+        captured: values captured so far, by name; filled in place.
     """
 
     taps: ActivationTaps
@@ -110,15 +110,15 @@ class Tapping:
         return self.prefix + name in self.taps.edits
 
     def value(self, name: str, value: Any) -> Any:
-        """A value after its edits, captured if asked for."""
+        """Edits a value, and captures it if requested."""
         return self._value(self.prefix + name, value)
 
     def assigned(self, name: str, value: Any) -> Any:
-        """`value` of what a formula assigns."""
+        """Applies `value` to a value that a formula assigns."""
         return self._value(self.results.get(name, self.prefix + name), value)
 
     def called(self, name: str, module: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
-        """A module's output; its first argument, its parts and its output are tapped."""
+        """Calls a module with taps of its first argument, its parts and its output."""
         if arguments:
             arguments = [self.value(f"{name}.input", arguments[0]), *arguments[1:]]
         token = _ACTIVE.set(replace(self, prefix=f"{self.prefix}{name}."))
@@ -130,7 +130,7 @@ class Tapping:
 
     def _value(self, full: str, value: Any) -> Any:
         if not isinstance(value, Array) or not jnp.issubdtype(value.dtype, jnp.floating):
-            return value  # a number, or tokens
+            return value  # a scalar, or tokens
         if (edits := self.taps.edits.get(full)) is not None:
             value = edits.applied(value)
         if self.taps.capture == EVERY or full in self.taps.capture:
@@ -143,7 +143,7 @@ _ACTIVE: ContextVar[Tapping | None] = ContextVar("tapping", default=None)
 
 @contextmanager
 def tapping(taps: ActivationTaps | None, lead: tuple[int, ...]) -> Iterator[Tapping | None]:
-    """Modules called within by this thread have no taps but those of the formula they are in."""
+    """Sets the taps of modules that this thread calls within the context."""
     token = _ACTIVE.set(None)
     try:
         yield None if taps is None else Tapping(taps, lead=lead)
@@ -152,13 +152,13 @@ def tapping(taps: ActivationTaps | None, lead: tuple[int, ...]) -> Iterator[Tapp
 
 
 def tapped(name: str, value: Any) -> Any:
-    """A module's part, after its edits: [batch, tokens, ...]. The value itself without taps."""
+    """Taps a module's part [batch, tokens, ...]; returns it edited, or unchanged without taps."""
     active = _ACTIVE.get()
     return value if active is None else active.value(name, value)
 
 
 def tapped_rows(name: str, value: Float[Array, "rows ..."]) -> Float[Array, "rows ..."]:
-    """`tapped` of a part whose axes of tokens are one."""
+    """Applies `tapped` to a part whose token axes are flattened."""
     active = _ACTIVE.get()
     if active is None or not active.wants(name):
         return value
@@ -167,22 +167,22 @@ def tapped_rows(name: str, value: Float[Array, "rows ..."]) -> Float[Array, "row
 
 
 def observed(name: str, make: Callable[[], Array]) -> None:
-    """Captures what is not on the way to the result, and computed only if asked for.
+    """Captures a value that the result does not depend on; it is only computed if requested.
 
     Raises:
-        TapError: it is to be edited, which would change nothing.
+        TapError: an edit is requested, which would have no effect.
     """
     active = _ACTIVE.get()
     if active is None or not active.wants(name):
         return
     if active.edits(name):
         full = active.prefix + name
-        raise TapError(f"{full} is computed beside the forward pass and cannot be edited")
+        raise TapError(f"{full} does not take part in the forward pass and cannot be edited")
     active.captured[active.prefix + name] = make()
 
 
 def observed_rows(name: str, make: Callable[[], Array]) -> None:
-    """`observed` of a part whose axes of tokens are one."""
+    """Applies `observed` to a part whose token axes are flattened."""
     active = _ACTIVE.get()
     if active is not None:
         lead = active.lead

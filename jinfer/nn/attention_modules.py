@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,20 +12,25 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import attention_blocks, position_blocks
 from jinfer.nn.activation_taps import tapped
+from jinfer.nn.attention_features import (
+    DifferentialHeads,
+    DisentangledBias,
+    GatedHeads,
+    Indexer,
+    paired_values,
+)
 from jinfer.nn.attention_taps import tap_cached_pattern, tap_text_pattern
-from jinfer.nn.differential_heads import DifferentialHeads, paired_values
-from jinfer.nn.disentangled_attention import DisentangledBias
+from jinfer.nn.feed_forward import Router
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
-from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import HeadNorm
-from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes, scaled_queries
-from jinfer.nn.projections import Linear, LowRank, project
+from jinfer.nn.projections import Linear, LowRankLinear, project
 from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
+from jinfer.ops import moe
 from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
 from jinfer.ops.attention.kv_cache import ENCODER, AttentionMetadata, LayerCache, write_cache
-from jinfer.ops.attention.mask_rules import Bias, ScoreRules
+from jinfer.ops.attention.mask_rules import BiasFunction, ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_text
 
 if TYPE_CHECKING:
@@ -77,10 +82,10 @@ class Attention(GatedHeads):
         batch: ForwardBatch,
         cache: AttentionCache | None,
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
-        """The block's output, and the cache with the new tokens' keys and values.
+        """Computes the block's output, and the cache with the new tokens' keys and values.
 
         Without a cache the batch is whole texts, with bidirectional attention. An attention to
-        another layer's keys is given that layer's cache, with the new tokens, and leaves it.
+        another layer's keys reads that layer's cache, which has the new tokens.
         """
         if self.block.kv_layer is not None:
             (q,) = self._products(x, "q")
@@ -104,7 +109,7 @@ class Attention(GatedHeads):
         batch: ForwardBatch,
         cache: AttentionCache | None,
     ) -> tuple[Array, AttentionCache | None]:
-        """The heads' outputs [batch, tokens, heads, value_dim], and the cache with new tokens."""
+        """Computes the heads' outputs [batch, tokens, heads, value_dim], and the new cache."""
         q, k, v = tapped("q", q), tapped("k", k), tapped("v", v)
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
@@ -116,7 +121,7 @@ class Attention(GatedHeads):
         return tap_cached_pattern(flat, q[0], cache, batch, rules)[None], cache
 
     def _gated(self, out: Array, x: Array) -> Array:
-        """The heads' outputs [batch, tokens, heads, value_dim] as `o` takes them."""
+        """Prepares the heads' outputs [batch, tokens, heads, value_dim] for `o`."""
         if self.block.differential is not None:
             out = self.differential(out)
         if self.block.out_norm is not None:
@@ -124,23 +129,23 @@ class Attention(GatedHeads):
         return out if self.block.gate is None else self.gated(self.block.gate, out, x)
 
     def _build_low_rank(self, rank: int, dtype: DTypeLike) -> None:
-        """The two matrices beside each of the projections that there are."""
+        """Adds the two low-rank matrices of each existing projection."""
         for name in "qkv":
-            if (beside := getattr(self, name, None)) is not None:
-                outputs, inputs = beside.weight.shape
+            if (low_rank := getattr(self, name, None)) is not None:
+                outputs, inputs = low_rank.weight.shape
                 axes = "kv_heads" if name in "kv" else "heads"
-                setattr(self, f"{name}_low", LowRank(inputs, rank, outputs, axes, dtype))
+                setattr(self, f"{name}_low", LowRankLinear(inputs, rank, outputs, axes, dtype))
 
     def _products(self, x: Array, names: str) -> tuple[Array, ...]:
-        """Projections by their letters, with what is beside them."""
+        """Projects x by the named projections, with their low-rank terms."""
         products = project(x, [getattr(self, name) for name in names])
         if self.block.low_rank is None:
             return products
-        beside: list[LowRank] = [getattr(self, f"{name}_low") for name in names]
-        narrow = project(x, [each.down for each in beside])
+        low_rank: list[LowRankLinear] = [getattr(self, f"{name}_low") for name in names]
+        narrow = project(x, [each.down for each in low_rank])
         return tuple(
             product + each.up(low)
-            for product, each, low in zip(products, beside, narrow, strict=True)
+            for product, each, low in zip(products, low_rank, narrow, strict=True)
         )
 
     def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
@@ -168,7 +173,7 @@ class Attention(GatedHeads):
     def _rotated(
         self, part: Array, heads: int, norm: HeadNorm | None, batch: ForwardBatch
     ) -> Array:
-        """Queries or keys, clipped, normed and rotated: rows of all heads, as projections are."""
+        """Clips, normalizes and rotates queries or keys, as rows of all heads."""
         block = self.block
         if block.clip is not None:
             part = jnp.clip(part, -block.clip, block.clip)
@@ -205,8 +210,8 @@ class Attention(GatedHeads):
                 return rules._replace(slopes=None, by_distance=table, lowest=1 - q.shape[1])
         return rules
 
-    def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
-        """The score bias, from the projected distance vectors."""
+    def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> BiasFunction:
+        """Returns the score bias from the projected distance vectors."""
         vectors = self.distances.vectors()[None]
         at_q, at_k = self._products(vectors, "qk")
         to_q, to_k = split_heads(at_q, self.block.heads), split_heads(at_k, k.shape[2])
@@ -235,14 +240,14 @@ class CrossAttention(nnx.Module):
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: AttentionMetadata
     ) -> LayerCache:
-        """The cache with the keys and values of an encoder's output."""
+        """Writes the keys and values of an encoder's output to the cache."""
         k, v = (split_heads(y, self.block.keys) for y in project(encoded, (self.k, self.v)))
         return write_cache(cache, rotate_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
-        """The block's output, and the unchanged cache."""
+        """Computes the block's output; the cache is unchanged."""
         block = self.block
         rules = ScoreRules(
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim),
@@ -254,3 +259,60 @@ class CrossAttention(nnx.Module):
         out = tap_cached_pattern(out, q, cache, batch, rules, encoded=True)
         heads = tapped("heads", out.reshape(*x.shape[:2], *out.shape[1:]))
         return self.o(heads.reshape(*x.shape[:2], -1)), cache
+
+
+class StackedProjection(nnx.Module):
+    """A projection of every expert, weight [experts, outputs, inputs]; one bias for all of them."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], axes: tuple[str, str], bias: bool, dtype: DTypeLike
+    ) -> None:
+        self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
+        self.bias = parameter(shape[1:2], ("hidden",), dtype) if bias else None
+
+    def projection(self) -> moe.ExpertProjection:
+        """Returns the operation's operands, without the bias."""
+        return moe.ExpertProjection(self.weight[...], None)
+
+
+class ExpertAttention(Attention):
+    """Attention with the query heads of the experts that a router chooses for each token (MoA)."""
+
+    block: attention_blocks.ExpertAttentionSpec
+    q: Any
+    o: Any
+
+    def __init__(self, block: attention_blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
+        super().__init__(block, dtype)
+        inner, width = block.kv_heads * block.head_dim, block.kv_heads * block.value_width
+        self.router = Router(block.routing)
+        shapes = (block.experts, inner, block.inputs), (block.experts, block.outputs, width)
+        self.q = StackedProjection(shapes[0], ("heads", "hidden"), False, dtype)
+        self.o = StackedProjection(shapes[1], ("hidden", "heads"), block.has_bias("o"), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        batch: ForwardBatch,
+        cache: AttentionCache | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
+        """Computes the block's output, and the cache with the new tokens' keys and values."""
+        block, rows = self.block, x.reshape(-1, x.shape[-1])
+        chosen, weights = self.router(rows)
+        q = moe.project_chosen(rows, chosen, self.q.projection())
+        # A key head is read by consecutive query heads: one of each chosen expert.
+        q = q.reshape(*x.shape[:2], block.top_k, block.kv_heads, -1).swapaxes(2, 3)
+        k, v = project(x, (self.k, self.v))
+        k_norm = None if block.qk_norm is None else self.k_norm
+        q = self._queries(q.reshape(*x.shape[:2], -1), batch)
+        k = self._rotated(k, block.kv_heads, k_norm, batch)
+        q = split_heads(q, block.heads)
+        k, v = split_heads(k, block.kv_heads), split_heads(v, block.kv_heads)
+        out, cache = self._attended(x, q, k, v, batch, cache)
+        out = tapped("heads", out)
+        by_key = out.reshape(len(rows), block.kv_heads, block.top_k, -1).swapaxes(1, 2)
+        pairs = by_key.reshape(len(rows) * block.top_k, -1)
+        y = moe.project_chosen(pairs, chosen.reshape(-1, 1), self.o.projection())
+        y = y.reshape(len(rows), block.top_k, -1).astype(jnp.float32)
+        y = moe.sum_chosen(y * weights[..., None]).astype(x.dtype)
+        return (y if self.o.bias is None else y + self.o.bias[...][None]).reshape(x.shape), cache

@@ -1,8 +1,8 @@
-"""Taps of attention scores and patterns, which are computed beside a kernel, in plain JAX.
+"""Taps of attention scores and patterns, which plain JAX computes in addition to a kernel.
 
 `scores` are after scale and modifiers, before the softmax; `pattern` is after it. In a tap they are
-[batch, tokens, heads, keys]. Where one of them is edited, the attention's output is computed from
-the edited pattern in place of the kernel's.
+[batch, tokens, heads, keys]. If one is edited, the attention's output is computed from the edited
+pattern and not by the kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tap_text_pattern(
     lengths: Int[Array, " batch"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """The output of an attention of whole texts, after taps of its scores and its pattern."""
+    """Computes attention of whole texts after taps of its scores and its pattern."""
     if not is_tapped(*PARTS):
         return out
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
@@ -58,14 +58,14 @@ def tap_cached_pattern(
     rules: ScoreRules,
     encoded: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """The output of an attention over a KV cache, after taps of its scores and its pattern.
+    """Computes attention over a KV cache after taps of its scores and its pattern.
 
     Args:
-        q: as its kernel takes them, before they are rotated for a quantized cache.
+        q: as the kernel reads them, before they are rotated for a quantized cache.
         cache: with the new tokens; without values the keys are the values too.
         encoded: whether it is a cross-attention.
     """
-    # Neither sparse attention nor that of other programs, or of a tree, has a pattern here.
+    # Sparse attention, attention by other programs and tree attention have no pattern here.
     if not (is_tapped(*PARTS) and isinstance(cache, LayerCache) and batch.copies is None):
         return out
     at = batch.attention_metadata(ENCODER if encoded else cache_group(rules.window))
@@ -78,22 +78,22 @@ def tap_cached_pattern(
     values = cache.keys if cache.values.shape[-1] == 0 else cache.values
     rotated = q if cache.values.shape[-1] == 0 else rotate_queries(q, cache.keys)
     keys, values = (_of_sequences(pool, at, rotated) for pool in (cache.keys, values))
-    # One sequence: its keys are gathered once; of several, each token has its own.
+    # One sequence: its keys are gathered once; with several, each token has its own.
     shape = (1, len(q)) if at.tables.shape[0] == 1 else (len(q), 1)
-    given = rotated.reshape(*shape, *q.shape[1:]), keys, values
-    places = positions.reshape(shape), last.reshape(shape)
-    edited = _output(*given, *places, rules, (1, len(q)))
+    operands = rotated.reshape(*shape, *q.shape[1:]), keys, values
+    ranges = positions.reshape(shape), last.reshape(shape)
+    edited = _output(*operands, *ranges, rules, (1, len(q)))
     return out if edited is None else edited.reshape(*q.shape[:2], -1).astype(out.dtype)
 
 
 def _of_sequences(
     pool: KVPool, at: AttentionMetadata, like: Array
 ) -> Float[Array, "sequences kv_heads keys dim"]:
-    """Cached vectors side by side: of the only sequence, or of each token's."""
+    """Concatenates cached vectors: of the only sequence, or of each token's sequence."""
     tables = at.tables if at.tables.shape[0] == 1 else at.tables[jnp.maximum(at.rows, 0)]
     blocks = jax.tree.map(lambda part: part.at[tables].get(mode="clip"), pool)
-    taken = dequantize_for(blocks, like).swapaxes(1, 2)
-    return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
+    gathered = dequantize_for(blocks, like).swapaxes(1, 2)
+    return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[4])
 
 
 def _output(
@@ -105,7 +105,7 @@ def _output(
     rules: ScoreRules,
     lead: tuple[int, ...],
 ) -> Float[Array, "batch tokens heads value_dim"] | None:
-    """Taps scores and pattern; the output that follows if one of them is edited."""
+    """Taps scores and pattern; returns the output that follows if one of them is edited."""
     scores = dense_scores(q, k, positions, last, rules)
     visible = jnp.isfinite(scores)
     scores = jnp.where(visible, _tapped("scores", scores, lead), -jnp.inf)
@@ -117,6 +117,6 @@ def _output(
 def _tapped(
     name: str, value: Float[Array, "batch heads tokens keys"], lead: tuple[int, ...]
 ) -> Float[Array, "batch heads tokens keys"]:
-    """A tap with the axes of tokens first."""
+    """Taps a value with the token axes first."""
     rows = value.swapaxes(1, 2)
     return tapped(name, rows.reshape(*lead, *rows.shape[2:])).reshape(rows.shape).swapaxes(1, 2)

@@ -37,7 +37,7 @@ class TreeCopies(NamedTuple):
     Attributes:
         sources: the token of each copy.
         rows, positions: of each copy, as in a flat batch.
-        outputs: one copy of each token, whose result is the token's.
+        outputs: the copy of each token whose result is used.
     """
 
     sources: Int[Array, " places"]
@@ -47,7 +47,7 @@ class TreeCopies(NamedTuple):
 
 
 class RemoteAttention(Protocol):
-    """Stands for a KV cache whose attention is computed by other programs."""
+    """Replaces a KV cache if other programs compute its attention."""
 
     def extend(
         self,
@@ -57,7 +57,7 @@ class RemoteAttention(Protocol):
         at: AttentionMetadata,
         rules: ScoreRules,
     ) -> Float[Array, "tokens heads value_dim"]:
-        """The attention output, as of `jinfer.ops.attention.paged_attention.extend`."""
+        """Computes attention as `jinfer.ops.attention.paged_attention.extend` does."""
         ...
 
 
@@ -80,8 +80,8 @@ class ForwardBatch(NamedTuple):
         cos_sin: RoPE angles, if precomputed, by `str` of their block.
         copies: flat batch: tree branches in which tokens occur.
         runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
-        adapters: flat batch: each token's adapter, where there may be any.
-        taps: values to capture or edit, if any; those of the layer, inside one.
+        adapters: flat batch: each token's adapter, if any.
+        taps: values to capture or edit, if any; within a layer its own taps.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -100,7 +100,7 @@ class ForwardBatch(NamedTuple):
     def of_texts(
         cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
     ) -> ForwardBatch:
-        """A batch of whole texts, padded at their ends."""
+        """Makes a batch of whole texts, padded at their ends."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
         return cls(jnp.broadcast_to(positions, tokens.shape), totals, lengths)
@@ -114,12 +114,12 @@ class ForwardBatch(NamedTuple):
         tables: Mapping[str, Int[Array, "rows blocks"]],
         encoded: Int[Array, " rows"],
     ) -> ForwardBatch:
-        """A flat batch.
+        """Makes a flat batch.
 
         Args:
-            prompts: prompt length of each sequence, all of which was known from the start.
-            tables: the block tables, and the sequences' adapters, edits and captured activations
-                if there may be any.
+            prompts: prompt length of each sequence.
+            tables: the block tables, and the sequences' adapters, edits and captured activations,
+                if any.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         blocks, adapters = dict(tables), None
@@ -131,7 +131,7 @@ class ForwardBatch(NamedTuple):
         return batch._replace(adapters=adapters, taps=taps)
 
     def attention_metadata(self, group: str) -> AttentionMetadata:
-        """Positions and block tables for a group of attentions."""
+        """Returns positions and block tables for a group of attentions."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.tables is not None, "whole texts have no cache"
         return AttentionMetadata(self.rows, self.positions[0], self.tables[group])
@@ -146,28 +146,28 @@ class ForwardBatch(NamedTuple):
         rules: ScoreRules,
         index: IndexQuery | None = None,
     ) -> tuple[Float[Array, "tokens heads value_dim"], AttentionCache]:
-        """`paged_attention.extend` of a flat batch, in the group with this sliding window.
+        """Computes `paged_attention.extend` of a flat batch, in the group with this sliding window.
 
         Args:
-            index: sparse attention: what chooses the keys (`sparse.extend_sparse`).
+            index: sparse attention: the indexer's results (`sparse.extend_sparse`).
         """
         at, copies = self.attention_metadata(cache_group(window)), self.copies
         if not isinstance(cache, LayerCache | IndexedCache):
             return cache.extend(q, k, v, at, rules), cache
-        if v is not None:  # otherwise a part of the keys are the values, which must not change
+        if v is not None:  # otherwise values are a part of the keys and must not be rotated
             vectors = cache if isinstance(cache, LayerCache) else cache.vectors
             q, k = rotate_qk(q, k, vectors.keys)
         if copies is not None:
             q, k = q[copies.sources], k[copies.sources]
             v = v if v is None else v[copies.sources]
-            index = index if index is None else index.taken(copies.sources)
+            index = index if index is None else index.select_rows(copies.sources)
             at = at._replace(rows=copies.rows, positions=copies.positions)
         after: AttentionCache
         if isinstance(cache, IndexedCache):
             if copies is not None and cache.chosen is not None:
                 cache = cache._replace(chosen=cache.chosen[copies.sources])
             out, after = extend_sparse(q, k, v, index, cache, at, rules)
-            if copies is not None and after.chosen is not None:  # in any branch the same
+            if copies is not None and after.chosen is not None:  # the same in every branch
                 after = after._replace(chosen=after.chosen[copies.outputs])
         else:
             out, after = extend(q, k, v, cache, at, rules)
@@ -180,7 +180,7 @@ class ForwardBatch(NamedTuple):
         window: int | None,
         rules: ScoreRules,
     ) -> Float[Array, "tokens heads value_dim"]:
-        """As `extend`, to keys and values that another attention of the same window has written."""
+        """Computes `extend` with the keys and values of another attention of this window."""
         at, copies = self.attention_metadata(cache_group(window)), self.copies
         q = rotate_queries(q, cache.keys)
         if copies is None:
@@ -191,7 +191,7 @@ class ForwardBatch(NamedTuple):
     def write_vectors(
         self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache
     ) -> LayerCache:
-        """The cache with vectors of the tokens, in every branch."""
+        """Writes vectors of the tokens to the cache, in every branch."""
         at, copies = self.attention_metadata(cache_group(None)), self.copies
         if copies is not None:
             vectors = vectors[copies.sources]
@@ -199,36 +199,36 @@ class ForwardBatch(NamedTuple):
         return write_cache(cache, vectors, vectors[..., :0], at)
 
     def with_runs(self) -> ForwardBatch:
-        """The same batch with its runs computed once for all layers, if any has a state."""
+        """Computes the batch's runs once for all layers, if any layer has a state."""
         if self.tables is None or STATE not in self.tables or self.runs is not None:
             return self
         at = self.attention_metadata(STATE)
         return self._replace(runs=sequence_runs(at, at.tables))
 
     def with_draft_runs(self) -> ForwardBatch:
-        """The same batch, of which some tokens may be rejected; see `accept_drafted`."""
+        """Marks the batch's tokens as drafted: some may be rejected; see `accept_drafted`."""
         batch = self.with_runs()
         return batch if batch.runs is None else batch._replace(runs=DraftRuns(*batch.runs))
 
     def sequence_runs(self) -> SequenceRuns:
-        """The runs of a flat batch, each with the place of its sequence's states."""
+        """Returns the runs of a flat batch, each with its sequence's state slot."""
         assert self.runs is not None, "the model has recurrent blocks"
         assert self.copies is None, "a state has one future"
         return self.runs
 
     def encoded_last(self) -> Int[Array, " tokens"]:
-        """The last encoder position each token attends to."""
+        """Returns the last encoder position each token attends to."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.encoded is not None, "cross-attention needs an encoder's output"
         return jnp.where(self.rows >= 0, self.encoded[jnp.maximum(self.rows, 0)] - 1, -1)
 
     def cos_sin_of(self, rope: Rotary) -> CosSin:
-        """The RoPE angles of the tokens."""
+        """Returns the RoPE angles of the tokens."""
         known = (self.cos_sin or {}).get(str(rope.block))
         return rope.cos_sin(self.positions, self.totals) if known is None else known
 
     def with_cos_sin(self, ropes: Iterable[Rotary]) -> ForwardBatch:
-        """The same batch with RoPE angles computed once for all layers."""
+        """Computes the batch's RoPE angles once for all layers."""
         cos_sin = {
             str(rope.block): rope.cos_sin(self.positions, self.totals)
             for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()

@@ -17,11 +17,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import attention_blocks, blocks
 from jinfer.nn.activation_taps import is_tapped, observed, tapped
+from jinfer.nn.attention_features import GatedHeads, Indexer
 from jinfer.nn.attention_taps import tap_cached_pattern
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
-from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
-from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary, scaled_queries
 from jinfer.nn.projections import Linear
@@ -71,7 +70,7 @@ class LatentAttention(GatedHeads):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: AttentionCache
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache]:
-        """The block's output, and the cache with the new tokens' latents."""
+        """Computes the block's output, and the cache with the new tokens' latents."""
         block = self.block
         (k_b, to_key), (v_b, to_value) = self._unfolding()
         latent = x if block.query_rank is None else self.q_a_norm(self.q_a(x))
@@ -103,15 +102,15 @@ class LatentAttention(GatedHeads):
             out = tapped("heads", out[None])[0]
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
-    def _expanded(self, latent: Array, matrices: Array, rows: slice, *beside: Array) -> Array:
-        """Keys or values of each head, which attention itself has no need of.
+    def _expanded(self, latent: Array, matrices: Array, rows: slice, *extra_parts: Array) -> Array:
+        """Computes keys or values of each head, for taps and derivatives.
 
         Args:
-            beside: what follows in each head: the rotated part of keys.
+            extra_parts: further parts of each head: the rotated part of keys.
         """
         each = jnp.broadcast_to(latent[0], (latent.shape[1], self.block.heads, latent.shape[3]))
         own = matmul_per_head(each, matrices, rows).astype(latent.dtype)[None]
-        wide = [jnp.broadcast_to(one, (*own.shape[:3], one.shape[3])) for one in beside]
+        wide = [jnp.broadcast_to(one, (*own.shape[:3], one.shape[3])) for one in extra_parts]
         return jnp.concatenate([own, *wide], axis=-1)
 
     def _rotated(self, x: Array, batch: ForwardBatch) -> Array:
@@ -120,7 +119,7 @@ class LatentAttention(GatedHeads):
         return self.rope(x, batch.cos_sin_of(self.rope), self.block.rope_dim)
 
     def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
-        """The up-projections of the latent to keys and to values, as matrices per head.
+        """Returns the up-projections of the latent to keys and to values, as matrices per head.
 
         [heads, rows, latent_rank] each, with the slice of rows to use.
         """
@@ -142,7 +141,7 @@ class LatentAttention(GatedHeads):
 
 
 class _UpProjection(nnx.Module):
-    """An up-projection matrix per head."""
+    """Returns an up-projection matrix per head."""
 
     def __init__(
         self, block: attention_blocks.LatentAttentionSpec, rows: int, dtype: DTypeLike

@@ -58,7 +58,7 @@ class Scale(nnx.Module):
         self.weight = parameter((block.size,), ("hidden",), jnp.float32)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Each number times its dimensions."""
+        """Multiplies each dimension by its number."""
         factors = self.weight[...] + (1.0 if self.block.plus_one else 0.0)
         parts = x.astype(jnp.float32).reshape(-1, self.block.size, x.shape[-1] // self.block.size)
         return (parts * factors[None, :, None]).reshape(x.shape).astype(x.dtype)
@@ -117,7 +117,7 @@ class HeadNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens heads head_dim"]
     ) -> Float[Array, "batch tokens heads head_dim"]:
-        """The normalized heads."""
+        """Normalizes the heads."""
         y = x.reshape(*x.shape[:2], 1, -1) if self.block.over == "width" else x
         weight = self.weight[...] if self.block.weight else None
         if self.block.kind == "l2":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pool(nnx.Module):
-    """The first, the last or the mean vector of each text."""
+    """Pools each text to its first, last or mean vector."""
 
     def __init__(self, block: blocks.PoolSpec, dtype: DTypeLike) -> None:
         self.block = block
@@ -37,7 +37,7 @@ class Pool(nnx.Module):
 
 
 class Select(nnx.Module):
-    """Some numbers of each vector."""
+    """Selects some numbers of each vector."""
 
     def __init__(self, block: blocks.SelectSpec, dtype: DTypeLike) -> None:
         self.block = block

@@ -21,8 +21,8 @@ from jinfer.modelspec.position_blocks import (
     SinusoidalPositionsSpec,
 )
 from jinfer.nn.parameter import parameter
+from jinfer.ops.reductions import rounded
 from jinfer.ops.rope import rotate
-from jinfer.ops.row_sums import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -52,7 +52,7 @@ class Rotary(nnx.Module):
     def cos_sin(
         self, positions: Int[Array, "batch tokens"], totals: Int[Array, "batch tokens"]
     ) -> CosSin:
-        """The angles at these positions.
+        """Computes the angles at these positions.
 
         Args:
             totals: length of each token's sequence; "dynamic" scaling depends on it.
@@ -72,7 +72,7 @@ class Rotary(nnx.Module):
 
 
 def rope_frequencies(block: RopeSpec) -> tuple[Float[np.ndarray, " pairs"], float]:
-    """Radians per position of each pair, and the factor on cos and sin.
+    """Returns radians per position of each pair, and the factor on cos and sin.
 
     Without "dynamic" scaling: see `dynamic_factors`.
     """
@@ -95,7 +95,7 @@ def rope_frequencies(block: RopeSpec) -> tuple[Float[np.ndarray, " pairs"], floa
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScalingSpec) -> np.ndarray:
-    """Long wavelengths are stretched, short ones unchanged, those between blended."""
+    """Stretches long wavelengths, keeps short ones, and blends those between (Llama 3)."""
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -177,7 +177,7 @@ def scaled_queries(
     rule: TemperatureSpec | None,
     positions: Int[Array, "batch tokens"],
 ) -> Float[Array, "batch tokens width"]:
-    """Queries times the factor of their positions; None: as they are."""
+    """Scales queries by the factor of their positions; None: unchanged."""
     if rule is None:
         return q
     places = positions + rule.offset
@@ -201,7 +201,7 @@ class RelativeBias(nnx.Module):
         self.weight = parameter((block.buckets, heads), ("buckets", "heads"), jnp.float32)
 
     def by_distance(self, causal: bool) -> tuple[int, Float[Array, "heads distances"]]:
-        """The lowest distance, and the biases from there to the highest; beyond, they repeat."""
+        """Returns the lowest distance, and the biases up to the highest; beyond, they repeat."""
         highest = self.block.max_distance
         lowest = 0 if causal else -highest
         distances = jnp.arange(lowest, highest + 1, dtype=jnp.int32)
@@ -232,7 +232,7 @@ class PositionTable(nnx.Module):
     def __call__(
         self, positions: Int[Array, "batch tokens"]
     ) -> Float[Array, "batch tokens hidden"]:
-        """Rows of the table."""
+        """Looks up rows of the table."""
         return self.weight[...][positions + self.block.offset]
 
 
@@ -255,7 +255,7 @@ class Sinusoids(nnx.Module):
 def sinusoids(
     block: SinusoidalPositionsSpec, positions: Int[np.ndarray, " rows"]
 ) -> Float[np.ndarray, "rows hidden"]:
-    """`Sinusoids` at these positions, in float64."""
+    """Computes `Sinusoids` at these positions, in float64."""
     angles = np.outer(positions + block.offset, _sinusoid_frequencies(block))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 

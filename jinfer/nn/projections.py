@@ -13,11 +13,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
-from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
+from jinfer.nn.lora_rows import row_adapters, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
-from jinfer.ops.matmul.dora import NORM_TERMS, rescale
-from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora
+from jinfer.ops.matmul.lora import NORM_TERMS, RowAdapters, Stacks, add_lora, rescale
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -51,28 +50,28 @@ class Linear(nnx.Module):
 
     @classmethod
     def of(cls, block: blocks.LinearSpec, dtype: DTypeLike) -> Linear:
-        """The projection of a block."""
+        """Builds the projection of a block."""
         return cls(block.inputs, block.outputs, block.bias, dtype)
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """x @ weight.T + bias, and the terms of the rows' adapters."""
+        """Computes x @ weight.T + bias, and the terms of the rows' adapters."""
         return project(x, (self,))[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the product with its weight and nothing else."""
-        return self.bias is None and (self.lora_a is None or adapted_rows() is None)
+        """Whether the projection is only a product: no bias, no adapters."""
+        return self.bias is None and (self.lora_a is None or row_adapters() is None)
 
     @property
     def stacks(self) -> Stacks:
-        """The stacks of adapters, of which there is room for some."""
+        """Returns the stacks of adapters."""
         assert self.lora_a is not None, "it has room"
         assert self.lora_b is not None, "it has room"
         factors = None if self.lora_factors is None else self.lora_factors[...]
         return Stacks(self.lora_a[...], self.lora_b[...], factors)
 
 
-class LowRank(nnx.Module):
+class LowRankLinear(nnx.Module):
     """Two linear projections in turn, the first to a few dimensions."""
 
     def __init__(self, inputs: int, rank: int, outputs: int, axis: str, dtype: DTypeLike) -> None:
@@ -92,7 +91,7 @@ class BlockLinear(nnx.Module):
         self.bias = parameter(shape[:2], ("blocks", "hidden"), jnp.float32) if block.bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """Each part of x with its own matrix."""
+        """Multiplies each part of x by its own matrix."""
         weight = self.weight[...]
         parts = x.astype(jnp.float32).reshape(-1, weight.shape[0], weight.shape[2])
         y = matmul_per_head(parts, weight, slice(None))
@@ -104,13 +103,13 @@ class BlockLinear(nnx.Module):
 def project(
     x: Float[Array, "*rows inputs"], projections: Sequence[Linear]
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """Several projections of the same vectors, which may be one operation."""
+    """Computes several projections of the same vectors, in one operation if possible."""
     biases = [None if each.bias is None else each.bias[...] for each in projections]
     weights = [each.weight[...] for each in projections]
-    rows = adapted_rows()
+    rows = row_adapters()
     if rows is None or all(each.lora_a is None for each in projections):
         return linears(x, weights, biases)
-    # In float32 until all terms are added: rows without an adapter are rounded as without any.
+    # In float32 until all terms are added: rows without an adapter keep their rounding.
     wide = linears(x, weights, biases, jnp.float32)
     has = [each.lora_a is not None and each.lora_b is not None for each in projections]
     stacks = [each.stacks for each, there in zip(projections, has, strict=True) if there]
@@ -123,7 +122,7 @@ def project(
 def _rescaled(
     ys: Sequence[Array], projections: Sequence[Linear], rows: RowAdapters
 ) -> Iterator[Array]:
-    """The products of those projections that have stacks, with DoRA's magnitudes if any."""
+    """Adds adapter terms, and applies DoRA's magnitudes, to the projections with stacks."""
     each = (one for one in projections if one.lora_a is not None)
     for y, one in zip(ys, each, strict=True):
         bias = None if one.bias is None else one.bias[...]
@@ -139,7 +138,7 @@ class Embedding(nnx.Module):
         self.weight = parameter(shape, ("vocab", "hidden"), dtype, role="table")
 
     def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
-        """Rows of the table."""
+        """Looks up rows of the table."""
         return take_rows(self.weight[...], tokens, self.dtype)
 
 
@@ -156,7 +155,7 @@ class Head(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows hidden"], embed: Embedding | None = None
     ) -> Float[Array, "*rows vocab"]:
-        """x @ weight.T + bias; a tied head uses the weight of `embed`."""
+        """Computes x @ weight.T + bias; a tied head uses the weight of `embed`."""
         weight = embed.weight if embed is not None else self.weight
         assert weight is not None, "a tied head takes the embedding's weight"
         bias = None if self.bias is None else self.bias[...]

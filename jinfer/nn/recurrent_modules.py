@@ -27,15 +27,11 @@ from jinfer.nn.parameter import parameter
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.kv_cache import StateCache
 from jinfer.ops.norm import normalize_l2
-from jinfer.ops.recurrence.gated_delta import gated_delta
-from jinfer.ops.recurrence.linear_attention import linear_attention
-from jinfer.ops.recurrence.rg_lru import rg_lru
+from jinfer.ops.recurrence.diagonal_state import rg_lru, selective_scan
+from jinfer.ops.recurrence.matrix_state import gated_delta, linear_attention, rwkv7, ssd, step_size
 from jinfer.ops.recurrence.rwkv4 import wkv
-from jinfer.ops.recurrence.rwkv7 import rwkv7
-from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.short_conv import short_conv
-from jinfer.ops.recurrence.ssd import ssd, step_size
-from jinfer.ops.row_sums import mean_of_row
+from jinfer.ops.reductions import mean_of_row
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -55,7 +51,7 @@ class ShortConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "1 tokens channels"], batch: ForwardBatch, cache: StateCache
     ) -> tuple[Float[Array, "1 tokens channels"], StateCache]:
-        """The convolved inputs, after the activation."""
+        """Computes the convolved inputs, after the activation."""
         bias = self.bias[...] if self.block.bias else None
         y, table = short_conv(
             _rows(x), self.weight[...].T, bias, cache["inputs"], batch.sequence_runs()
@@ -82,7 +78,7 @@ class SSM(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """The heads' outputs, side by side."""
+        """Computes the heads' concatenated outputs."""
         block = self.block
         y, table = ssd(
             _heads(x, block.heads),
@@ -115,7 +111,7 @@ class SelectiveScan(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """The channels' outputs."""
+        """Computes the channels' outputs."""
         y, table = selective_scan(
             _rows(x),
             step_size(dt[0], self.dt_bias[...]),
@@ -129,8 +125,8 @@ class SelectiveScan(nnx.Module):
         return y[None].astype(x.dtype), {"state": table}
 
 
-class Delta(nnx.Module):
-    """Gated delta rule: gated delta net, Kimi Delta Attention."""
+class GatedDelta(nnx.Module):
+    """Gated delta rule: gated delta net, Kimi Delta Attention (KDA)."""
 
     def __init__(self, block: DeltaSpec, dtype: DTypeLike) -> None:
         self.block = block
@@ -148,7 +144,7 @@ class Delta(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens values"], StateCache]:
-        """The heads' outputs, side by side."""
+        """Computes the heads' concatenated outputs."""
         block = self.block
         times = block.heads // block.key_heads if block.repeat == "tile" else 1
         y, table = gated_delta(
@@ -172,7 +168,7 @@ class Delta(nnx.Module):
 
 
 class RGLRU(nnx.Module):
-    """RG-LRU."""
+    """RG-LRU: real-gated linear recurrent unit (arXiv 2402.19427)."""
 
     def __init__(self, block: RGLRUSpec, dtype: DTypeLike) -> None:
         self.decay = parameter((block.width,), ("channels",), jnp.float32)
@@ -185,7 +181,7 @@ class RGLRU(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """The channels' states."""
+        """Computes the channels' states."""
         rows = _rows(x), _rows(input_gate), _rows(recurrence_gate)
         y, table = rg_lru(*rows, self.decay[...], cache["state"], batch.sequence_runs())
         return y[None].astype(x.dtype), {"state": table}
@@ -205,7 +201,7 @@ class LinearAttention(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """The heads' outputs, side by side."""
+        """Computes the heads' concatenated outputs."""
         heads = self.block.heads
         slopes = [self.block.slope * 2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]
         y, table = linear_attention(
@@ -228,7 +224,7 @@ class Shift(nnx.Module):
     def __call__(
         self, x: Float[Array, "1 tokens width"], batch: ForwardBatch, cache: StateCache
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """The vectors of the tokens before."""
+        """Returns the vectors of the previous tokens."""
         taps = jnp.zeros((2, self.block.size), jnp.float32).at[0].set(1.0)
         y, table = short_conv(_rows(x), taps, None, cache["inputs"], batch.sequence_runs())
         return y[None].astype(x.dtype), {"inputs": table}
@@ -248,7 +244,7 @@ class WKV(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
-        """Weighted means of the values."""
+        """Computes weighted means of the values."""
         rows = _rows(k), _rows(v), self.decay[...], self.bonus[...]
         y, table = wkv(*rows, cache["state"], batch.sequence_runs())
         return y[None].astype(v.dtype), {"state": table}
@@ -271,7 +267,7 @@ class WKV7(nnx.Module):
         batch: ForwardBatch,
         cache: StateCache,
     ) -> tuple[Float[Array, "1 tokens values"], StateCache]:
-        """The heads' outputs, side by side."""
+        """Computes the heads' concatenated outputs."""
         heads = self.block.heads
         y, table = rwkv7(
             _heads(r, heads),
@@ -299,7 +295,7 @@ class Bonus(nnx.Module):
         k: Float[Array, "1 tokens keys"],
         v: Float[Array, "1 tokens values"],
     ) -> Float[Array, "1 tokens values"]:
-        """Each head's value times the sum of r k weight."""
+        """Computes each head's value times the sum of r k weight."""
         heads = self.weight.shape[0]
         products = _heads(r, heads) * _heads(k, heads) * self.weight[...][None]
         factors = mean_of_row(products) * products.shape[-1]
@@ -315,7 +311,7 @@ def _heads(x: Float[Array, "1 tokens width"], heads: int) -> Float[Array, "token
 
 
 def _tiled(x: Float[Array, "tokens heads dim"], times: int) -> Float[Array, "tokens more dim"]:
-    """All heads, then all of them again, so many times."""
+    """Repeats all heads, as a whole, `times` times."""
     return x if times == 1 else jnp.tile(x, (1, times, 1))
 
 
@@ -325,5 +321,5 @@ def unit_length(x: Float[Array, "*rows dim"], eps: float = _L2_EPS) -> Float[Arr
 
 
 def _decay_rate(a_log: Array, stored: str) -> Array:
-    """a, which is negative."""
+    """Returns a, which is negative."""
     return -jnp.exp(a_log) if stored == "log" else a_log

@@ -1,8 +1,8 @@
-"""Activation edits of single rows: tables of vectors, and which rows of a flat batch use which.
+"""Activation edits of single rows: tables of vectors, and their use by rows of a flat batch.
 
 Edits are data: one program serves all vectors, ranges of tokens and requests at the same places.
-What is done to a row at one place is y = factor * x + shift, and where a direction is projected out
-+ (x . along) * back; `jinfer.engine.activation_use` brings edits into this form. Rows that nobody
+The edit of a row at one activation is y = factor * x + shift, plus (x . along) * back if a
+direction is projected out; `jinfer.engine.activation_use` brings edits into this form. Rows without
 edits keep their bits.
 """
 
@@ -17,20 +17,20 @@ from jax import Array, lax
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Among block tables: tables of edits by place; names of captured activations, without arrays.
+# Keys among block tables: tables of edits by activation; names of captured activations.
 EDITS, CAPTURE = "edits", "capture"
 
 
 class EditTable(NamedTuple):
-    """The edits of some sequences at one place.
+    """The edits of some sequences at one activation.
 
     Attributes:
         ranges: of each sequence (first position, the one after the last, its vector, step): the
             vector of position p is vector + step * (p - first). The ranges of a sequence do not
             overlap; empty ones fill the table up.
         shift: vectors that are added.
-        factor: what they are added to is multiplied by; None: nothing is.
-        along, back: the directions that are projected out; None: none are.
+        factor: multiplies the activation before the addition; None: 1.
+        along, back: the directions that are projected out; None: none.
     """
 
     ranges: Int[Array, "sequences ranges 4"]
@@ -41,10 +41,10 @@ class EditTable(NamedTuple):
 
 
 class RowEdit(NamedTuple):
-    """The edit of each row at one place, as `EditTable`; the shift of the others is -0.0.
+    """The edit of each row at one activation, as `EditTable`; the shift of unedited rows is -0.0.
 
     Attributes:
-        edited: whether a row is edited; None: all are, with nothing but a shift.
+        edited: mask of edited rows; None: all rows have a shift alone.
     """
 
     shift: Float[Array, "1 rows ..."]
@@ -53,12 +53,12 @@ class RowEdit(NamedTuple):
     back: Float[Array, "1 rows ..."] | None = None
     edited: Bool[Array, "1 rows"] | None = None
 
-    def taken(self, rows: Int[Array, " chosen"]) -> RowEdit:
-        """The edits of some rows."""
+    def select_rows(self, rows: Int[Array, " chosen"]) -> RowEdit:
+        """Selects the edits of some rows."""
         return jax.tree.map(lambda part: part[:, rows], self)
 
     def applied(self, value: Array) -> Array:
-        """The value with its rows edited, in its own type.
+        """Edits the rows of a value; keeps its type.
 
         Args:
             value: rows of any axes but the batch's, which may be absent.
@@ -68,12 +68,12 @@ class RowEdit(NamedTuple):
             same = self.shift.shape == value.shape
             shift = self.shift if same else self.shift.reshape(value.shape)
             return (value + shift).astype(value.dtype)
-        assert self.edited is not None, "rows are told apart"
+        assert self.edited is not None, "a factor needs the mask of edited rows"
         count = self.edited.size
         rows, edited = value.reshape(count, -1), self.edited.reshape(count, 1)
         shift, factor = self.shift.reshape(count, -1), self.factor.reshape(count, -1)
         wide = rows.astype(jnp.float32)
-        # Not multiplied by 0: what is set may stand in place of what is not finite.
+        # Not multiplied by 0: a set value may replace a non-finite one.
         new = jnp.where(factor == 0, shift, factor * wide + shift)
         if self.along is not None and self.back is not None:
             along, back = self.along.reshape(count, -1), self.back.reshape(count, -1)
@@ -82,9 +82,9 @@ class RowEdit(NamedTuple):
 
 
 def _dot(a: Float[Array, "rows width"], b: Float[Array, "rows width"]) -> Array:
-    """The product of each row with its own, [rows, 1].
+    """Computes the dot product of each pair of rows, [rows, 1].
 
-    Halves are added, so that the order does not depend on how many rows there are.
+    Halves are added, so that the order does not depend on the number of rows.
     """
     products = lax.optimization_barrier(a * b)
     while (width := products.shape[1]) > 1:
@@ -101,7 +101,7 @@ def is_of_head(name: str) -> bool:
 def take_row_edits(
     tables: dict[str, Any], rows: Int[Array, " tokens"], positions: Int[Array, " tokens"]
 ) -> tuple[tuple[str, ...], dict[str, RowEdit]]:
-    """Takes edits and captured names out of block tables: the names, and the edits by place."""
+    """Extracts the captured names, and the edits by activation, from block tables."""
     capture, edits = tables.pop(CAPTURE, {}), tables.pop(EDITS, {})
     return tuple(capture), {name: row_edit(each, rows, positions) for name, each in edits.items()}
 
@@ -109,10 +109,10 @@ def take_row_edits(
 def row_edit(
     table: EditTable, rows: Int[Array, " tokens"], positions: Int[Array, " tokens"]
 ) -> RowEdit:
-    """The edits of the rows of a flat batch.
+    """Returns the edits of the rows of a flat batch.
 
     Args:
-        rows: the sequence of each; -1: padding.
+        rows: the sequence of each row; -1: padding.
         positions: of each in its sequence.
     """
     ranges, at = table.ranges[jnp.maximum(rows, 0)], positions[:, None]
@@ -123,14 +123,14 @@ def row_edit(
     edited = jnp.any(inside, axis=1)
     # x + -0.0 is x for every x, -0.0 included.
     chosen = edited.reshape(-1, *(1,) * (table.shift.ndim - 1))
-    shift = jnp.where(chosen[None], _taken(table.shift, found), jnp.float32(-0.0))
+    shift = jnp.where(chosen[None], _gather_rows(table.shift, found), jnp.float32(-0.0))
     if table.factor is None:
         return RowEdit(shift)
     parts = table.factor, table.along, table.back
-    factor, along, back = (None if part is None else _taken(part, found) for part in parts)
+    factor, along, back = (None if part is None else _gather_rows(part, found) for part in parts)
     return RowEdit(shift, factor, along, back, edited[None])
 
 
-def _taken(vectors: Float[Array, "vectors ..."], at: Int[Array, " rows"]) -> Array:
-    """Rows of a table, all of which are there, with an axis of batches."""
+def _gather_rows(vectors: Float[Array, "vectors ..."], at: Int[Array, " rows"]) -> Array:
+    """Gathers rows of a table by valid indices, with a batch axis."""
     return vectors.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)[None]

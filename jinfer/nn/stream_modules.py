@@ -1,4 +1,4 @@
-"""Residual stream modules: mixing, adding up and rescaling equal parts of a wide vector."""
+"""Vector modules: Concat, Mix, Repeat, Sum, Rescale, and VocabMap, HiddenTap of draft heads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from jinfer.modelspec import blocks
 from jinfer.modelspec.blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
-from jinfer.ops.row_sums import add_in_order, mean_of_row, rounded
+from jinfer.modelspec.eagle_head import HiddenTapSpec
+from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.parameter import parameter
+from jinfer.ops.attention.kv_cache import LayerCache
+from jinfer.ops.reductions import add_in_order, mean_of_row, rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,7 +39,7 @@ class Mix(nnx.Module):
 
 
 class Repeat(nnx.Module):
-    """A vector several times."""
+    """Repeats a vector."""
 
     def __init__(self, block: RepeatSpec, dtype: DTypeLike) -> None:
         self.times = block.times
@@ -67,6 +72,48 @@ class Rescale(nnx.Module):
     ) -> Float[Array, "*rows wide"]:
         """x * sqrt(mean(like^2) / max(mean(x^2), eps)), in each part."""
         parts = x.astype(jnp.float32).reshape(*x.shape[:-1], self.block.parts, -1)
-        wanted = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
-        found = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
-        return rounded(parts * jnp.sqrt(wanted / found)).reshape(x.shape).astype(x.dtype)
+        target_square = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
+        own_square = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
+        return (
+            rounded(parts * jnp.sqrt(target_square / own_square)).reshape(x.shape).astype(x.dtype)
+        )
+
+
+class Concat(nnx.Module):
+    """Concatenation of two vectors."""
+
+    def __init__(self, block: blocks.ConcatSpec, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, first: Float[Array, "*rows one"], second: Float[Array, "*rows other"]
+    ) -> Float[Array, "*rows both"]:
+        """[one, other]."""
+        return jnp.concatenate([first, second], axis=-1)
+
+
+class VocabMap(nnx.Module):
+    """Vocabulary map: logits of a draft vocabulary as logits of the full one."""
+
+    def __init__(self, block: blocks.VocabMapSpec, dtype: DTypeLike) -> None:
+        self.block = block
+        self.offsets = parameter((block.inputs,), ("hidden",), jnp.int32)
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """-inf for tokens outside the draft vocabulary."""
+        ids = jnp.arange(self.block.inputs, dtype=jnp.int32) + self.offsets[...]
+        whole = jnp.full((*x.shape[:-1], self.block.outputs), -jnp.inf, x.dtype)
+        return whole.at[..., ids].set(x, mode="drop")
+
+
+class HiddenTap(nnx.Module):
+    """Writes vectors to a cache, and passes them on unchanged."""
+
+    def __init__(self, block: HiddenTapSpec, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: LayerCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
+        """Writes the vectors to the cache; returns both."""
+        return x, batch.write_vectors(x[0][:, None], cache)

@@ -99,12 +99,12 @@ class ShardedRMSNorm(RMSNorm):
 
 
 def column_linear(block: ColumnLinearBlock, dtype: DTypeLike) -> Linear:
-    """The projection of a block, divided by its outputs."""
+    """Builds the projection of a block, sharded by its outputs."""
     return Linear(block.inputs, block.outputs, block.bias, dtype, ("part", "hidden"))
 
 
 def row_linear(block: RowLinearBlock, dtype: DTypeLike) -> Linear:
-    """The projection of a block, divided by its inputs."""
+    """Builds the projection of a block, sharded by its inputs."""
     return Linear(block.inputs, block.outputs, block.bias, dtype, ("hidden", "part"))
 
 
@@ -116,7 +116,7 @@ class ShardedEmbedding(Embedding):
         self.axis, self.size = block.axis, block.size
 
     def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
-        """Rows of the whole table."""
+        """Looks up rows of the whole table."""
         own = tokens - lax.axis_index(self.axis).astype(tokens.dtype) * self.size
         here = (own >= 0) & (own < self.size)
         rows = super().__call__(jnp.where(here, own, 0))
@@ -133,7 +133,7 @@ class ShardedHead(Head):
     def __call__(
         self, x: Float[Array, "*rows hidden"], embed: Embedding | None = None
     ) -> Float[Array, "*rows vocab"]:
-        """All outputs, on every device."""
+        """Computes all outputs, on every device."""
         own = super().__call__(x, embed)
         whole = lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True)
         return whole[..., : self.whole]
@@ -210,11 +210,11 @@ def _add_optional(one: Any, other: Any) -> Any:
 
 
 def resolve_all_reduce(x: Any) -> Any:
-    """The value of a deferred all-reduce; anything else unchanged."""
+    """Returns the value of a deferred all-reduce; other values unchanged."""
     return x.value() if isinstance(x, DeferredAllReduce) else x
 
 
 def local_alibi_slopes(position: ShardedAlibi) -> Float[Array, " heads"]:
-    """The slopes of this device's heads."""
+    """Returns the slopes of this device's heads."""
     table = jnp.asarray(position.slopes, jnp.float32)
     return table[lax.axis_index(position.axis)]

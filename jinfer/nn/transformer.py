@@ -16,15 +16,14 @@ from jax.typing import DTypeLike
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.activation_taps import ActivationTaps, Tapping
-from jinfer.nn.adapted_rows import AdapterSlots, building_with
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.nn.layer_call import LayerCall, run_layer
+from jinfer.nn.lora_rows import AdapterSlots, building_with
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
-from jinfer.nn.transformer_layer import HiddenState, Layer, shared_modules
+from jinfer.nn.transformer_layer import HiddenState, Layer, LayerCall, run_layer, shared_modules
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuses_for_cpu
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-# The results of a head that have a name of their own; other values have the head's prefix.
+# Results of a head without the head's prefix in their names.
 _RESULTS = ("hidden", "logits", "pooled", "classes")
 
 
@@ -47,13 +46,15 @@ class Stack(nnx.Module):
         spec: StackSpec,
         dtype: DTypeLike,
         adapters: AdapterSlots | None = None,
-        beside: bool = False,
+        with_decoder: bool = False,
     ) -> None:
-        """Args:
-        beside: whether it is an encoder beside a decoder, which has the short names of results.
+        """Builds the modules.
+
+        Args:
+            with_decoder: whether results get the prefix "encoder."; the decoder has short names.
         """
         self.name = spec.name
-        self.outer = f"{spec.name}." if beside else ""
+        self.outer = f"{spec.name}." if with_decoder else ""
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
@@ -72,7 +73,7 @@ class Stack(nnx.Module):
         shared: nnx.Dict,
         hidden: Float[Array, "batch tokens hidden"] | None = None,
     ) -> HiddenState:
-        """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
+        """Maps tokens to vectors; a draft head also reads the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
 
@@ -86,11 +87,11 @@ class Stack(nnx.Module):
         with allow_bfloat16_rounding(self.rounded):
             return FusedFunction(run, (inputs,)).results() if fuses_for_cpu(inputs) else run(inputs)
 
-    def taken(
+    def project_hidden(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
     ) -> Float[Array, "*rows hidden"]:
-        """A draft head's projection of the target's hidden states."""
-        assert self.follows is not None, "it stands alone"
+        """Projects the target's hidden states for a draft head."""
+        assert self.follows is not None, "only a draft head has a target"
         inputs = {"hidden": vectors}
         run = self.follows.hidden.run
         with allow_bfloat16_rounding(self.rounded):
@@ -104,17 +105,17 @@ class Stack(nnx.Module):
         cache: Cache,
         shared: nnx.Dict,
     ) -> tuple[HiddenState, Cache]:
-        """All layers, with their cache if any."""
+        """Applies all layers, with their cache if any."""
         batch = batch.with_cos_sin(self._ropes()).with_runs()
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
         before, hidden = hidden.captured, hidden._replace(captured={})
         given = hidden, tokens, batch, dict(cache)
-        # If two layers do not become one call, each has its own: equal layers are then traced and
-        # lowered once.
+        # If two layers do not become one call, each layer is a call: equal layers are then traced
+        # and lowered once.
         states = [layer.state for layer in layers]
-        taken = {name for layer in layers[-2:] for name in layer.takes}
-        some = layers[-2:] if taken <= hidden.values.keys() else layers
-        if fuses_for_cpu(states, given) and self._joined(some, given).count < 2:
+        read_names = {name for layer in layers[-2:] for name in layer.takes}
+        checked = layers[-2:] if read_names <= hidden.values.keys() else layers
+        if fuses_for_cpu(states, given) and self._joined(checked, given).count < 2:
             out, cache = self._joined(layers, given).results()
         else:
             out, cache = self._through(layers, *given, alone=True)
@@ -123,7 +124,7 @@ class Stack(nnx.Module):
     def _joined(
         self, layers: Sequence[LayerCall], given: Any
     ) -> FusedFunction[tuple[HiddenState, Cache]]:
-        """Consecutive layers with their operations fused."""
+        """Fuses the operations of consecutive layers."""
         trees = [jax.tree.structure(layer.state) for layer in layers]
         own, others = list[list[Any]](), list[list[Any]]()
         for layer in layers:
@@ -180,7 +181,7 @@ class Stack(nnx.Module):
         cache: Cache,
         shared: nnx.Dict,
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """One layer, with its attentions' caches by module name, where none takes other values."""
+        """Applies one layer without carried values, with its attentions' caches by module name."""
         layer, hidden = self._layer(number, shared), HiddenState(x, {}, {})
         out, cache = self._run(layer, hidden, tokens, batch, cache, alone=True)
         return out.x, cache
@@ -220,7 +221,7 @@ class Stack(nnx.Module):
         cache: Mapping[str, Any],
         shared: nnx.Dict,
     ) -> tuple[HiddenState, Cache]:
-        """The only layer of a one-layer stack, whose attention may be computed by other programs.
+        """Applies the only layer of a one-layer stack; other programs may compute its attention.
 
         Args:
             cache: by the names of the layer's modules.
@@ -241,7 +242,7 @@ class Stack(nnx.Module):
                         yield rope
 
     def results(self, hidden: HiddenState, batch: ForwardBatch, shared: nnx.Dict) -> dict[str, Any]:
-        """The head: the values it assigns by name, and its result as "logits".
+        """Applies the head: returns the values it assigns by name, and its result as "logits".
 
         "hidden" is the input of the LM head, or the result, unless the head assigns it. With taps,
         "captured" has all captured values by name.
@@ -273,7 +274,7 @@ class Stack(nnx.Module):
     def _tapping(
         self, batch: ForwardBatch, part: str, results: Mapping[str, str]
     ) -> Tapping | None:
-        """The taps of the stem or the head."""
+        """Returns the taps of the stem or the head."""
         if batch.taps is None:
             return None
         return Tapping(batch.taps, f"{self.name}.{part}.", results=results)
@@ -292,19 +293,23 @@ class Model(nnx.Module):
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
         self.stacks = nnx.Dict(
             {
-                stack.name: Stack(stack, dtype, adapters, beside=self._stands_beside(stack, spec))
+                stack.name: Stack(
+                    stack, dtype, adapters, with_decoder=self._has_decoder(stack, spec)
+                )
                 for stack in spec.stacks
             }
         )
 
     @staticmethod
-    def _stands_beside(stack: StackSpec, spec: ModelSpec) -> bool:
+    def _has_decoder(stack: StackSpec, spec: ModelSpec) -> bool:
         return stack.name == "encoder" and spec.decoder is not None
 
-    def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
-        """A draft head's projection of the target's hidden states, in its own dtype."""
+    def project_hidden(
+        self, vectors: Float[Array, "tokens width"]
+    ) -> Float[Array, "tokens hidden"]:
+        """Projects the target's hidden states for a draft head, in its own dtype."""
         stack = self.stacks["decoder"]
-        return stack.taken(vectors.astype(self.dtype), self.shared)
+        return stack.project_hidden(vectors.astype(self.dtype), self.shared)
 
     def decode(
         self,
@@ -314,7 +319,7 @@ class Model(nnx.Module):
         want: str,
         last: Int[Array, " chosen"] | None = None,
     ) -> tuple[Float[Array, "chosen width"], Cache]:
-        """One result of `decode_all`."""
+        """Computes one result of `decode_all`."""
         results, cache = self.decode_all(tokens, batch, cache, last)
         return results[want], cache
 
@@ -326,7 +331,7 @@ class Model(nnx.Module):
         last: Int[Array, " chosen"] | None = None,
         hidden: Float[Array, "tokens hidden"] | None = None,
     ) -> tuple[dict[str, Any], Cache]:
-        """The decoder's forward pass over a flat batch: "logits", "hidden", and "classes" if any.
+        """Runs the decoder over a flat batch; returns "logits", "hidden", and "classes" if any.
 
         With taps there is also "captured": by name, the values [1, tokens, ...].
 
@@ -334,18 +339,20 @@ class Model(nnx.Module):
             tokens: new tokens of any sequences.
             batch: their positions and block tables.
             cache: the KV cache; returned with the new tokens.
-            last: the tokens whose results are wanted; None: all.
-            hidden: for a draft head: the target's hidden states beside the tokens.
+            last: the tokens whose results are needed; None: all.
+            hidden: for a draft head: the target's hidden states of the tokens.
         """
         stack = self.stacks["decoder"]
-        beside = None if hidden is None else hidden[None]
-        state = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, beside)
+        hidden_row = None if hidden is None else hidden[None]
+        state = stack.embed(
+            tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, hidden_row
+        )
         state, cache = stack.run_layers(state, tokens[None], batch, cache, self.shared)
         if last is not None:
             chosen = jax.tree.map(lambda each: each[:, last], state._replace(captured={}))
             state = chosen._replace(captured=state.captured)
             if batch.taps is not None:
-                batch = batch._replace(taps=batch.taps.taken(last))
+                batch = batch._replace(taps=batch.taps.select_rows(last))
         results = stack.results(state, batch, self.shared)
         named = ("logits", "hidden", *({"classes"} & results.keys()))
         captured = {} if batch.taps is None else {"captured": results["captured"]}
@@ -358,7 +365,7 @@ class Model(nnx.Module):
         lengths: Int[Array, " batch"],
         taps: ActivationTaps | None = None,
     ) -> dict[str, Any]:
-        """The encoder's forward pass over whole texts.
+        """Runs the encoder over whole texts.
 
         Args:
             tokens: padded at the end.
@@ -378,7 +385,7 @@ class Model(nnx.Module):
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: AttentionMetadata
     ) -> Cache:
-        """The cache with the cross-attention keys and values of an encoder's output."""
+        """Writes the cross-attention keys and values of an encoder's output to the cache."""
         cache = dict(cache)
         stack = self.stacks["decoder"]
         with allow_bfloat16_rounding(stack.rounded):

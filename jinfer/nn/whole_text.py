@@ -1,7 +1,7 @@
-"""Forward pass of one whole text, causal or bidirectional: no engine, no batch of requests.
+"""Forward pass of one whole text, causal or bidirectional, without an engine.
 
-Every token is computed at once, from its first. Traced for `backend.DIFFERENTIABLE` it consists of
-operations with derivatives.
+All tokens are computed at once. Traced for `backend.DIFFERENTIABLE` it consists of differentiable
+operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Text(NamedTuple):
         tokens: its ids, maybe with padding at the end.
         length: tokens without padding.
         types: token type ids, of an encoder.
-        vectors: what stands in place of the token embedding's rows; None: these.
+        vectors: replacement for the token embedding's rows; None: no replacement.
         taps: values that are captured or edited.
     """
 
@@ -48,26 +48,26 @@ class Text(NamedTuple):
 
 
 class _GivenRows(Embedding):
-    """A token embedding whose rows are given. A tied head still multiplies with its weight."""
+    """A token embedding with fixed output rows; a tied head still multiplies by its weight."""
 
     def __init__(self, whole: Embedding, rows: Array) -> None:
         self.dtype, self.weight = whole.dtype, whole.weight
         self.rows = nnx.Variable(rows)
 
     def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
-        """The rows, whatever the tokens are."""
+        """Returns the fixed rows for any tokens."""
         return self.rows[...].astype(self.dtype).reshape(*tokens.shape, -1)
 
 
 def token_embedding(module: Model, stack: str) -> Embedding:
-    """The embedding that a stack's stem looks tokens up in first."""
+    """Finds the first token embedding of a stack's stem."""
     owner, name = _named(module, stack)
     found: Embedding = owner[name]
     return found
 
 
 def encode_text(module: Model, text: Text) -> dict[str, Any]:
-    """The encoder's results by name, [tokens, width]; [width] of those for a whole text.
+    """Computes the encoder's results by name, [tokens, width], or [width] per text.
 
     With taps there is also "captured": by name, the values [1, tokens, ...].
     """
@@ -85,11 +85,11 @@ def encode_text(module: Model, text: Text) -> dict[str, Any]:
 def decode_text(
     module: Model, caches: CacheShapes, text: Text, source: Text | None = None
 ) -> dict[str, Any]:
-    """The decoder's results by name; "captured" as of `encode_text`, with the encoder's.
+    """Computes the decoder's results by name; "captured" as in `encode_text`, with the encoder's.
 
     Args:
-        caches: as of `AbstractModel`.
-        source: what the encoder reads, of an encoder-decoder.
+        caches: as in `AbstractModel`.
+        source: the encoder's text, for an encoder-decoder.
     """
     blocks = {"": _blocks(text), ENCODER: 0 if source is None else _blocks(source)}
     counts = {
@@ -122,13 +122,13 @@ def _blocks(text: Text) -> int:
 
 
 def _places(text: Text) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Row, -1 for padding, and position of each token."""
+    """Returns each token's row, -1 for padding, and position."""
     positions = jnp.arange(text.tokens.shape[0], dtype=jnp.int32)
     return jnp.where(positions < text.length, 0, -1), positions
 
 
 def _named(module: Model, stack: str) -> tuple[nnx.Dict, str]:
-    """Where `token_embedding` is, and its name there."""
+    """Finds `token_embedding`: the object that has it, and its name there."""
     found = module.stacks[stack]
     name = found.stem.first_call("tokens")
     return (found.modules if name in found.modules else module.shared), name

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.cpu.quantized_matmul import ACTIVATIONS
+from jinfer.cpu.matmul_call import ACTIVATIONS
 from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:

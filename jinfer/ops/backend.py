@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 
 import jax
 
 from jinfer.cpu import build_library
+from jinfer.ops.disable_kernels import SwitchError
+from jinfer.sandbox.process_limits import check_process_limits
+from jinfer.startup.thread_priority import at_usual_priority
 
-# A target beside JAX's platforms: any of them, by XLA's own operations, all with derivatives.
+# A target in addition to JAX's platforms: XLA's operations on any of them, all differentiable.
 DIFFERENTIABLE = "differentiable"
 
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
@@ -23,9 +28,7 @@ def backend() -> str:
 
 
 def needs_derivatives() -> bool:
-    """Whether code traced here is to be differentiated: no kernels, which have no derivative, and
-    no loop with a number of steps that is only known when it runs, which has none backwards.
-    """
+    """Whether code traced here must be differentiable."""
     return backend() == DIFFERENTIABLE
 
 
@@ -53,3 +56,38 @@ def target_platform(platform: str, *, interpret: bool = False) -> Iterator[None]
     finally:
         _TARGET.reset(tokens[0])
         _INTERPRETED.reset(tokens[1])
+
+
+PLATFORMS_VARIABLE = "JAX_PLATFORMS"
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_INSTALL = {
+    "cuda": "for NVIDIA's GPUs: pip install 'jinfer[cuda]'; ",
+    "gpu": "for NVIDIA's GPUs: pip install 'jinfer[cuda]'; ",
+    "rocm": "for AMD's GPUs install JAX's plugin for ROCm; ",
+    "tpu": "for TPUs: pip install 'jax[tpu]'; ",
+}
+
+
+def start() -> None:
+    """Starts XLA on the requested platform.
+
+    Raises:
+        SwitchError: JAX does not find the platform.
+        LimitError: system limits of this process are too low.
+    """
+    check_process_limits()
+    try:
+        at_usual_priority(jax.local_devices)
+    except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
+        if platforms := os.environ.get(PLATFORMS_VARIABLE, ""):
+            raise SwitchError(f"{PLATFORMS_VARIABLE}={platforms}: {_reason(platforms)}") from error
+        raise
+
+
+def _reason(platforms: str) -> str:
+    word = platforms.partition(",")[0].strip().lower()
+    if word in _INSTALL:
+        return f"JAX finds no {word} here; {_INSTALL[word]}without it JAX takes what there is"
+    near = get_close_matches(word, _PLATFORMS, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"JAX knows no platform {word!r}; {hint}there are: {', '.join(_PLATFORMS)}"

@@ -1,4 +1,4 @@
-"""Kernel switches ($JINFER_NO_KERNELS): turn GPU kernels off, to find out which one is to blame."""
+"""Kernel switches ($JINFER_NO_KERNELS): turn GPU kernels off, for debugging."""
 
 import os
 from typing import Literal, get_args
@@ -23,17 +23,17 @@ def kernels_enabled(which: KernelKind) -> bool:
 
 
 def disabled_kernels() -> frozenset[str]:
-    """The kinds listed in $JINFER_NO_KERNELS, separated by commas; "1" or "all": all of them.
+    """Returns the kinds listed in $JINFER_NO_KERNELS, comma-separated; "1" or "all": all kinds.
 
     Raises:
         SwitchError: the value is unknown.
     """
-    given = os.environ.get(NO_KERNELS_VARIABLE, "").strip()
-    if given in ("", "0"):
+    setting = os.environ.get(NO_KERNELS_VARIABLE, "").strip()
+    if setting in ("", "0"):
         return frozenset()
-    if given in ("1", "all"):
+    if setting in ("1", "all"):
         return frozenset(_KNOWN)
-    words = [word.strip() for word in given.split(",")]
+    words = [word.strip() for word in setting.split(",")]
     for word in words:
         if word not in _KNOWN:
             known = f"1, all, or some of {', '.join(_KNOWN)}"

@@ -1,8 +1,8 @@
-"""GPU kernel back end: Triton-style Pallas (the main one) or Mosaic GPU ($JINFER_KERNELS).
+"""GPU kernel back end: Triton-style Pallas (the default) or Mosaic GPU ($JINFER_KERNELS).
 
-The Triton-style back end is complete and the default while JAX has it. JAX has deprecated it, so
-the Mosaic GPU back end is its designated successor, taken automatically once JAX drops the other.
-What Mosaic GPU lacks is computed by XLA:
+The Triton-style back end is complete and the default while JAX has it. JAX has deprecated it: the
+Mosaic GPU back end is its successor, chosen automatically once JAX drops Triton. XLA computes the
+operations that Mosaic GPU lacks:
 
 - attention: only caches of 16-bit keys and values of up to 256 numbers; no quantized KV cache, no
   MLA (wider latents), no T5 distance table (`by_distance`);
@@ -30,13 +30,13 @@ KERNELS_VARIABLE = "JINFER_KERNELS"
 def selected_backend() -> Backend:
     """The back end in use: $JINFER_KERNELS, or else Triton-style while JAX has it.
 
-    What Mosaic kernels do not support is computed by XLA.
+    XLA computes the operations that Mosaic kernels do not support.
 
     Raises:
         SwitchError: see `requested_backend`.
     """
-    if (given := requested_backend()) is not None:
-        return given
+    if (requested := requested_backend()) is not None:
+        return requested
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.triton_ops import DEFAULT
 
@@ -44,7 +44,7 @@ def selected_backend() -> Backend:
 
 
 def fuses_prologue() -> bool:
-    """Whether what precedes a matmul is fused into its prologue kernel (Triton-style only)."""
+    """Whether operations before a matmul are fused into its prologue kernel (Triton-style only)."""
     return has_triton_kernels("products")
 
 
@@ -55,7 +55,7 @@ def has_triton_kernels(which: disable_kernels.KernelKind) -> bool:
 
 
 def requested_backend() -> Literal["triton", "mosaic"] | None:
-    """The value of $JINFER_KERNELS.
+    """Reads $JINFER_KERNELS.
 
     Raises:
         SwitchError: the value is unknown.

@@ -24,7 +24,7 @@ def normalize(
     centered: bool = False,
     offset: float = 0.0,
 ) -> Float[Array, "*rows size"]:
-    """RMSNorm or LayerNorm, computed in float32.
+    """Computes RMSNorm or LayerNorm in float32.
 
     (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias
 
@@ -49,7 +49,7 @@ def normalize(
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Row-wise softmax in float32."""
+    """Computes a row-wise softmax in float32."""
     if has_cpu_calls():
         return cpu.softmax(x.astype(jnp.float32))
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
@@ -62,7 +62,7 @@ def _as_row(vector: Array, like: Array) -> Array:
 def normalize_l2(
     x: Float[Array, "*rows size"], weight: Float[Array, "*groups size"] | None, *, eps: float
 ) -> Float[Array, "*rows size"]:
-    """x / sqrt(sum(x^2) + eps) * weight: an RMSNorm over sqrt(size), in float32."""
+    """Computes x / sqrt(sum(x^2) + eps) * weight, an RMSNorm over sqrt(size), in float32."""
     size = x.shape[-1]
     y = normalize(x.astype(jnp.float32), weight, eps=eps / size)
     return (y * size**-0.5).astype(x.dtype)

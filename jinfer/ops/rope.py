@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import has_cpu_calls
-from jinfer.ops.row_sums import rounded
+from jinfer.ops.reductions import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +33,7 @@ def rotate(
     """Rotates pairs of numbers in each head, in float32.
 
     Args:
-        x: heads side by side.
+        x: concatenated heads.
         size: head size; the first 2 * pairs numbers of a head are rotated, the others are
             unchanged.
         adjacent: the numbers of a pair are neighbours (GPT-J style); otherwise they are `pairs`
@@ -49,7 +49,7 @@ def rotate(
 
 
 def rotate_reference(x: Array, cos: Array, sin: Array, *, size: int, adjacent: bool) -> Array:
-    """`rotate` in XLA operations."""
+    """Computes `rotate` in XLA operations."""
     heads, dim = x.reshape(*x.shape[:-1], -1, size), 2 * cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned, rest = heads[..., :dim].astype(jnp.float32), heads[..., dim:]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jinfer.cpu.sample import log_probabilities, sample
-from jinfer.cpu.sample_layout import layout
+from jinfer.cpu.sample import layout, log_probabilities, sample
 from jinfer.ops.backend import has_cpu_calls
 
 __all__ = ["available", "knows", "layout", "log_probabilities", "sample"]
@@ -16,6 +15,6 @@ def available() -> bool:
     return has_cpu_calls()
 
 
-def knows(stages: Iterable[str]) -> bool:
-    """Whether they can be called, and compute all of these stages."""
-    return available() and set(stages) <= set(layout().stages)
+def knows(samplers: Iterable[str]) -> bool:
+    """Whether the custom calls are available and compute all of these samplers."""
+    return available() and set(samplers) <= set(layout().samplers)

@@ -33,7 +33,7 @@ from jinfer.engine.runner.step_table import abstract_tables
 from jinfer.engine.runner.verify import Nodes
 from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.block_rows import abstract_rows
+from jinfer.ops.attention.kv_blocks import abstract_rows
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
 from jinfer.parallel.host_kv_cache import HostCacheCompiler

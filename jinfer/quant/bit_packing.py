@@ -1,6 +1,6 @@
 """Bit packing: codes as packed words, and back.
 
-Eight codes of b bits fill b bytes. Four such strips side by side, byte by byte, are b words of 32
+Eight codes of b bits fill b bytes. Four such strips, interleaved byte by byte, are b words of 32
 bits that hold 32 codes: code 4 s + i is code s of strip i. So one shift and one mask on a word give
 four codes at once, each in its own byte, as a byte dot product takes them; the same shift on the
 two half-words gives the two fp16 fractions that a tensor core's operand needs.
@@ -8,7 +8,7 @@ two half-words gives the two fp16 fractions that a tensor core's operand needs.
 If b does not divide 8, byte t holds code t in its low bits, and the remaining bits hold the last
 codes in pieces.
 
-16-bit codes are stored in pairs, each less 2^15, as signed numbers, which is what is multiplied.
+16-bit codes are stored in pairs, minus 2^15, as the signed numbers that are multiplied.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_fours(fours: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `unpack_four`.
+    """Packs eight words of four codes; the inverse of `unpack_four`.
 
     Args:
         fours: uint32 [8, ...], with codes 4 s .. 4 s + 3 in the four bytes of number s.

@@ -8,7 +8,7 @@ still share one program. So a tool does
     leaves = [record_inputs(leaf, "products") if name in wanted else leaf for name, leaf in ...]
     run the forward pass over the text, without padding
     inputs = leaves[i].inputs()
-    quantize(weight, format, method="feedback", hessian=inputs.mean)
+    quantize(weight, format, method="gptq", hessian=inputs.mean)
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kind = Literal["squares", "products"]
 
 
 class InputStats(NamedTuple):
-    """Statistics of the inputs of a weight.
+    """Statistics of a weight's inputs.
 
     Attributes:
-        mean: of the squares, [*stack, inputs], or of the products, [*stack, inputs, inputs].
+        mean: mean of the squares, [*stack, inputs], or of the products, [*stack, inputs, inputs].
         rows: number of input rows, [*stack]. If 0, the mean is 0.
     """
 
@@ -69,16 +69,16 @@ class RecordedWeight:
         return tuple(self.weight.shape)
 
     def __getitem__(self, index: Any) -> RecordedWeight:
-        """The tensor itself for `...`, as Flax reads parameters."""
+        """Returns the tensor itself for `...`, as Flax reads parameters."""
         if index is not Ellipsis:
             raise IndexError("a tapped weight is not cut; `record` takes the index of a stack")
         return self
 
     def inputs(self) -> InputStats:
-        """The statistics recorded so far."""
+        """Returns the statistics recorded so far."""
         sums, count = np.asarray(self.sums[...]), np.asarray(self.count[...])
-        some = np.maximum(count, 1).reshape(count.shape + (1,) * (sums.ndim - count.ndim))
-        return InputStats(sums / some, count)
+        divisor = np.maximum(count, 1).reshape(count.shape + (1,) * (sums.ndim - count.ndim))
+        return InputStats(sums / divisor, count)
 
 
 def record_inputs(weight: Any, kind: Kind) -> RecordedWeight:
@@ -107,9 +107,9 @@ def record(
     """Adds rows to the statistics of those weights that are `RecordedWeight`.
 
     Args:
-        x: what all of the weights are about to be multiplied with.
-        index: of the matrix in a stack that is multiplied.
-        where: rows that count; None: all.
+        x: the rows that all of the weights are about to be multiplied by.
+        index: the matrix of a stack that is multiplied.
+        where: rows to record; None: all.
 
     Returns:
         The weights, unwrapped.

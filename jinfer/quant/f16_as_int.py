@@ -29,20 +29,20 @@ _LEAST = -24  # exponent of the least power of two in float16
 def quantize_f16(
     values: np.ndarray,
 ) -> tuple[Int[np.ndarray, "*blocks 64"], Float[np.ndarray, "*blocks"]]:
-    """Signed codes and scales of [*blocks, 64] numbers."""
+    """Quantizes [*blocks, 64] numbers to signed codes and scales."""
     with np.errstate(invalid="ignore"):  # a signalling NaN raises a warning
         numbers = values.astype(np.float32)
-        most = np.abs(numbers).max(axis=-1)
-    finite = np.isfinite(most)
-    most, numbers = np.where(finite, most, 0), np.where(finite[..., None], numbers, 0)
-    power = np.maximum(np.where(most > 0, np.frexp(most)[1] - _BITS, _LEAST), _LEAST)
+        largest = np.abs(numbers).max(axis=-1)
+    finite = np.isfinite(largest)
+    largest, numbers = np.where(finite, largest, 0), np.where(finite[..., None], numbers, 0)
+    power = np.maximum(np.where(largest > 0, np.frexp(largest)[1] - _BITS, _LEAST), _LEAST)
     codes = np.rint(np.ldexp(numbers, -power[..., None]))
     scales = np.where(finite, np.ldexp(np.float32(1), power), np.nan)
     return codes.astype(np.int16), scales.astype(np.float16)
 
 
 def pack_words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2"]:
-    """A file's blocks as packed words of their two columns."""
+    """Packs a file's blocks to words of their two columns."""
     codes, _ = quantize_f16(blocks.view(np.float16))
     codes = codes.astype(np.int32) + F16_AS_INT.zero
     packed = pack(codes.astype(np.uint16).reshape(len(codes), 2, 32), F16_AS_INT.code_bits)
@@ -50,5 +50,5 @@ def pack_words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2
 
 
 def scales(blocks: UInt8[np.ndarray, "n bytes"]) -> Float[np.ndarray, "n 1 1"]:
-    """The scales of a file's blocks."""
+    """Returns the scales of a file's blocks."""
     return quantize_f16(blocks.view(np.float16))[1][:, None, None]

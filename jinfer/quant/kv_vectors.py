@@ -84,7 +84,7 @@ class QuantizedVectors:
 def zero_vectors(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
     """Vectors of zeros."""
     return jax.tree.map(
-        lambda one: jnp.zeros(one.shape, one.dtype), abstract_vectors(shape, format)
+        lambda vectors: jnp.zeros(vectors.shape, vectors.dtype), abstract_vectors(shape, format)
     )
 
 

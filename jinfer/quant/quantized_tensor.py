@@ -62,7 +62,7 @@ class QuantizedTensor:
         format: meaning of codes and numbers.
         outputs, inputs: without padding.
         activations: precision of activations in CPU matmuls: "int8" and "int16" round them to so
-            many bits in blocks of 32, "float" keeps float32's 24; "bf16": see quantized_matmul.py.
+            many bits in blocks of 32, "float" keeps float32's 24; "bf16": see matmul_call.py.
     """
 
     words: Any
@@ -105,7 +105,7 @@ class QuantizedTensor:
         return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
 
     def __getitem__(self, index: Any) -> QuantizedTensor:
-        """A matrix of a stack; `...` is the tensor itself."""
+        """Returns a matrix of a stack; `...`: the tensor itself."""
         if index is Ellipsis:
             return self
         if not self.stack:
@@ -113,14 +113,14 @@ class QuantizedTensor:
         return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The dequantized matrix: the reference for every kernel.
+        """Dequantizes the matrix: the reference for every kernel.
 
         NumPy arrays are dequantized by NumPy, without compiling anything.
         """
         return _dequantize(self, np if isinstance(self.words, np.ndarray) else jnp).astype(dtype)
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
-        """Embedding lookup: dequantized rows of the matrix."""
+        """Looks up embeddings: dequantized rows of the matrix."""
         flat = rows.reshape(-1)
         tile, row = flat // self.rows, flat % self.rows
         # Tiles of one row, cut out of [tiles, superblocks, bits, R, G] and [..., R, S, numbers].
@@ -128,8 +128,8 @@ class QuantizedTensor:
         scales = self.scales[tile, :, row][:, :, None]
         steps = None if self.steps is None else self.steps[tile, :, row][:, :, None]
         size = (flat.size, self.inputs)
-        taken = QuantizedTensor(words, scales, steps, self.format, *size).dequantize(dtype)
-        return taken.reshape(*rows.shape, self.inputs)
+        selected = QuantizedTensor(words, scales, steps, self.format, *size).dequantize(dtype)
+        return selected.reshape(*rows.shape, self.inputs)
 
 
 def columns_of(format: QuantFormat) -> int:
@@ -190,7 +190,7 @@ def from_codes(
 def empty_tensor(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of zeros in NumPy arrays, for `fill_rows`.
+    """Makes a tensor of zeros in NumPy arrays, for `fill_rows`.
 
     The arrays are aligned as XLA requires, so that `jax.device_put` to a CPU makes no copy: they
     must not be written to afterwards.
@@ -199,7 +199,7 @@ def empty_tensor(
 
 
 class _HugePageAllocator:
-    """Zeros allocated from large regions of memory, which the kernel backs with huge pages.
+    """Allocates zeros from large regions of memory, which the kernel backs with huge pages.
 
     A matrix of a small model is smaller than a huge page; in 4 KiB pages its weights are read
     slower, because of TLB misses and because prefetching stops at page ends.
@@ -249,14 +249,14 @@ def copy_to_huge_pages(
 
 
 def _whole_pages(size: int) -> np.ndarray:
-    """Zeros aligned to a huge page; the memory before them is never touched."""
-    room = np.zeros(size + _HUGE_PAGE, np.uint8)
-    return room[-room.ctypes.data % _HUGE_PAGE :][:size]
+    """Allocates zeros aligned to a huge page; the memory before them is never touched."""
+    buffer = np.zeros(size + _HUGE_PAGE, np.uint8)
+    return buffer[-buffer.ctypes.data % _HUGE_PAGE :][:size]
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    room = _slabs.take(like.size * like.dtype.itemsize)
-    return room.view(like.dtype).reshape(like.shape)
+    buffer = _slabs.take(like.size * like.dtype.itemsize)
+    return buffer.view(like.dtype).reshape(like.shape)
 
 
 def fill_rows(
@@ -286,14 +286,14 @@ def fill_rows(
 
 
 def _joined(numbers: np.ndarray) -> np.ndarray:
-    """The numbers of a block as one element: [..., numbers] -> [..., 1]."""
+    """Views the numbers of a block as one element: [..., numbers] -> [..., 1]."""
     return numbers.view(f"u{numbers.shape[-1] * numbers.itemsize}")
 
 
 def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
     """Copies [rows, each, n] to the first tiles of [tiles, R, superblocks, share, n]."""
     height, superblocks, share = tiles.shape[1:4]
-    rows = rows[:, : superblocks * share]  # padding may differ from where they come from
+    rows = rows[:, : superblocks * share]  # padding may differ from the source's
     if missing := superblocks * share - rows.shape[1]:
         rows = np.pad(rows, [(0, 0), (0, missing), (0, 0)])
     rows = rows.reshape(len(rows), superblocks, share, -1)
@@ -304,7 +304,7 @@ def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
 
 
 def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The inverse of `from_codes`: codes, numbers, steps; inputs still padded."""
+    """Inverts `from_codes`: codes, numbers, steps; inputs stay padded."""
     host = jax.tree.map(np.asarray, tensor)
     kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
     codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
@@ -314,7 +314,7 @@ def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
-    """The same matrix with superblocks of another size, as a back end may require."""
+    """Converts the matrix to superblocks of another size, as a back end may require."""
     if tensor.columns == columns:
         return tensor
     codes, scales, steps = to_codes(tensor)
@@ -325,7 +325,7 @@ def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
 def abstract(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of `jax.ShapeDtypeStruct`s: the result of `from_codes` for this shape.
+    """Returns a tensor of `jax.ShapeDtypeStruct`s: the result of `from_codes` for this shape.
 
     Raises:
         ValueError: with so few columns there is no space for the steps of a two-level format.
@@ -357,7 +357,7 @@ def _abstract(shape: tuple[int, ...], format: QuantFormat, columns: int) -> Quan
 
 
 def block_numbers(tensor: QuantizedTensor, xp: ModuleType = jnp) -> tuple[Any, Any | None]:
-    """Scale and base (None: symmetric) of each block, float32 [*stack, outputs, blocks], padded."""
+    """Returns scale and base (None: symmetric) of each block, [*stack, outputs, blocks], padded."""
     numbers = _rows_first(tensor.scales).astype(xp.float32)
     if tensor.steps is not None:
         times = SUPER // tensor.format.block
@@ -372,7 +372,7 @@ def _rows_first(part: Any) -> Any:
 
 
 def _codes(tensor: QuantizedTensor, xp: ModuleType) -> Any:
-    """Every weight's code q, padding included: [*stack, rows, inputs]."""
+    """Returns every weight's code q, padding included: [*stack, rows, inputs]."""
     format = tensor.format
     *stack, tiles, superblocks, bits, rows, columns = tensor.words.shape
     codes = unpack(xp.moveaxis(tensor.words, -3, -1), bits, xp)  # [..., superblocks, R, G, 32]

@@ -1,8 +1,8 @@
 """Reordered inputs (GPTQ's activation order, `desc_act`): a quantized matrix and a permutation.
 
-GPTQ may round inputs in the order of how large they are, and groups follow that order: blocks of
-neighbours have no common scale, but the inputs sorted by group do. So the matrix is stored with its
-inputs sorted, and what it is multiplied with is sorted alike.
+GPTQ may round inputs in the order of their magnitudes, and groups follow that order: adjacent
+inputs have no common scale, but inputs sorted by group do. So the matrix is stored with its inputs
+sorted, and activations are sorted in the same way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReorderedTensor:
         return self.rounded.nbytes + int(self.order.size) * int(self.order.dtype.itemsize)
 
     def __getitem__(self, index: Any) -> ReorderedTensor:
-        """A matrix of a stack; `...` is the tensor itself."""
+        """Returns a matrix of a stack; `...`: the tensor itself."""
         if index is Ellipsis:
             return self
         if not self.stack:
@@ -58,15 +58,15 @@ class ReorderedTensor:
         return jax.tree.map(lambda part: part[index], self)
 
     def sorted_inputs(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows inputs"]:
-        """What a single matrix is multiplied with, as `rounded` has its inputs."""
+        """Reorders the rows that a single matrix is multiplied by to the inputs of `rounded`."""
         return jnp.take(x, self.order, axis=-1, mode="clip")
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The dequantized matrix, its inputs as the model has them."""
+        """Dequantizes the matrix, with its inputs in the model's order."""
         return self._in_place(self.rounded.dequantize(dtype))
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
-        """Embedding lookup: dequantized rows of the matrix."""
+        """Looks up embeddings: dequantized rows of the matrix."""
         xp = np if isinstance(self.order, np.ndarray) else jnp
         return xp.take(self.rounded.take(rows, dtype), xp.argsort(self.order), axis=-1)
 
@@ -77,6 +77,6 @@ class ReorderedTensor:
 
 
 def abstract_reordered(rounded: QuantizedTensor) -> ReorderedTensor:
-    """A `ReorderedTensor` of `jax.ShapeDtypeStruct`s."""
+    """Returns a `ReorderedTensor` of `jax.ShapeDtypeStruct`s."""
     shape = (*rounded.stack, rounded.inputs)
     return ReorderedTensor(jax.ShapeDtypeStruct(shape, np.int32), rounded)

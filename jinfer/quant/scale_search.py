@@ -1,4 +1,4 @@
-"""Scale search: block scales and bases of least (weighted) squared error.
+"""Scale search (MSE): block scales and bases of least squared error, weighted by importance.
 
 The extremes of a block are a bad guide at few bits: a somewhat narrower range clips them and serves
 all other weights. So ranges that end near the extremes are tried. For the codes of a range, the
@@ -19,8 +19,13 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.levels import codes_of, largest_level, nearest_levels
-from jinfer.quant.round_to_nearest import split_into_blocks, to_fp16
+from jinfer.quant.round_to_nearest import (
+    codes_of,
+    largest_level,
+    nearest_levels,
+    split_into_blocks,
+    to_fp16,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -38,13 +43,13 @@ _LEAST = 1e-4  # minimal importance of a weight, relative to its block's mean
 def search_scales(
     values: np.ndarray, format: QuantFormat, importance: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Codes, scales and bases of small sum of importance * (value - dequantized value)**2.
+    """Finds codes, scales and bases of small sum of importance * (value - dequantized value)**2.
 
     Thread-safe.
 
     Args:
         values: float32 [..., inputs].
-        importance: of each input (imatrix), not negative: [inputs]. None: all the same.
+        importance: importance of each input (imatrix), not negative: [inputs]. None: all equal.
 
     Returns:
         uint8 [..., blocks, block], float16 [..., blocks] twice; no bases if the format is
@@ -78,7 +83,7 @@ def search_scales(
 
 
 def block_weights(importance: np.ndarray, block: int) -> np.ndarray:
-    """Each weight's importance, about 1 on average, 0 for padding: [blocks, block]."""
+    """Returns each weight's importance, about 1 on average, 0 for padding: [blocks, block]."""
     inputs = len(importance)
     each = importance.astype(np.float32)
     weights = np.pad(each, (0, -inputs % block)).reshape(-1, block)
@@ -108,12 +113,12 @@ type _PerWeight = Float[Array, "block n"]
 def numbers(
     x: _PerWeight, w: Float[Array, "block some"] | None, format: QuantFormat
 ) -> tuple[_PerBlock, _PerBlock]:
-    """Scales and bases of small error per block, float16; bases are 0 if symmetric."""
+    """Finds scales and bases of small error per block, float16; bases are 0 if symmetric."""
     return _numbers(_blocks(x, w, format))
 
 
 def dequantized(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
-    """Dequantized values of blocks; scale and base in float32."""
+    """Dequantizes the nearest levels of blocks; scale and base are float32."""
     return nearest_levels((x - base) * _inverse(scale), format, jnp) * scale + base
 
 
@@ -164,15 +169,15 @@ class _BlockSearch:
         self.x, self.w, self.format = x, w, format
 
     def sum(self, numbers: _PerWeight) -> _PerBlock:
-        """Weighted sum over each block."""
+        """Computes the weighted sum over each block."""
         return jnp.sum(numbers if self.w is None else numbers * self.w, axis=0)
 
     def levels(self, scale: _PerBlock, base: _PerBlock) -> _PerWeight:
-        """Rounded to nearest."""
+        """Rounds to the nearest levels."""
         return nearest_levels((self.x - base[None]) * _inverse(scale)[None], self.format, jnp)
 
     def error(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
-        """Weighted sum of squared errors."""
+        """Computes the weighted sum of squared errors."""
         left = self.levels(scale, base) * scale[None] + base[None] - self.x
         return self.sum(left * left)
 
@@ -197,7 +202,7 @@ class _Affine(_BlockSearch):
         return width / (self.format.levels - 1), self.low - self.width * beyond[0]
 
     def fit(self, scale: _PerBlock, base: _PerBlock) -> tuple[_PerBlock, _PerBlock, _PerBlock]:
-        """The best numbers for the codes of these, and how much they lower the error."""
+        """Returns the error reduction, and the best numbers for the codes of these numbers."""
         middle = 0.5 * (self.format.levels - 1)
         q = self.levels(scale, base) - middle
         mean = self.sum(q) / self.weight
@@ -208,7 +213,7 @@ class _Affine(_BlockSearch):
         return scale * covariance, scale, base
 
     def base_for(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
-        """The best base for a rounded scale."""
+        """Returns the best base for a rounded scale."""
         return self.sum(self.x - scale[None] * self.levels(scale, base)) / self.weight
 
 
@@ -245,5 +250,5 @@ def _inverse(scale: _PerBlock) -> _PerBlock:
 
 
 def _stored(number: _PerBlock) -> _PerBlock:
-    """Rounded to float16."""
+    """Rounds to float16."""
     return to_fp16(number, jnp).astype(jnp.float32)

@@ -46,7 +46,7 @@ class ScaledTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers."""
+        """Type of the numbers."""
         return E4M3
 
     @property
@@ -61,7 +61,7 @@ class ScaledTensor:
         return sum(int(part.size) * part.dtype.itemsize for part in (self.numbers, self.scales))
 
     def __getitem__(self, index: Any) -> ScaledTensor:
-        """A matrix of a stack; `...` is the tensor itself."""
+        """Returns a matrix of a stack; `...`: the tensor itself."""
         if index is Ellipsis:
             return self
         if self.ndim < 3:
@@ -69,13 +69,13 @@ class ScaledTensor:
         return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The matrix in float32, then in this type: the reference for the kernels."""
+        """Dequantizes in float32, then converts to this type: the reference for the kernels."""
         xp: Any = np if isinstance(self.numbers, np.ndarray) else jnp
         scales = xp.repeat(self.scales, self.block, axis=-1)[..., : self.shape[-1]]
         return (self.numbers.astype(np.float32) * scales).astype(dtype)
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
-        """Embedding lookup: rows of the matrix."""
+        """Looks up embeddings: rows of the matrix."""
         return ScaledTensor(self.numbers[rows], self.scales[rows]).dequantize(dtype)
 
 
@@ -88,13 +88,13 @@ def block_of(inputs: int, blocks: int) -> int | None:
 
 
 def abstract_scaled(shape: tuple[int, ...], blocks: int) -> ScaledTensor:
-    """A tensor of `jax.ShapeDtypeStruct`s."""
+    """Returns a tensor of `jax.ShapeDtypeStruct`s."""
     scales = jax.ShapeDtypeStruct((*shape[:-1], blocks), np.float32)
     return ScaledTensor(jax.ShapeDtypeStruct(shape, E4M3), scales)
 
 
 def scaled_tensor(numbers: np.ndarray, scales: np.ndarray) -> ScaledTensor:
-    """A tensor of these arrays, where a block with a NaN has NaN as its scale."""
+    """Makes a tensor of these arrays; a block with a NaN gets a NaN scale."""
     bits = numbers.view(np.uint8) & _NAN
     if not (bits == _NAN).any():
         return ScaledTensor(numbers, scales)
@@ -106,14 +106,14 @@ def scaled_tensor(numbers: np.ndarray, scales: np.ndarray) -> ScaledTensor:
 
 @np.errstate(all="ignore")  # NaN and infinity are values like others
 def to_e4m3(values: Float[np.ndarray, "*stack outputs inputs"], like: ScaledTensor) -> ScaledTensor:
-    """Values rounded to E4M3, with a scale for each block that `like` has.
+    """Rounds values to E4M3, with a scale for each block of `like`.
 
     A block's largest value becomes the largest number, 448.
     """
-    most = np.float32(ml_dtypes.finfo(E4M3).max)
+    max_e4m3 = np.float32(ml_dtypes.finfo(E4M3).max)
     starts = np.arange(0, values.shape[-1], like.block)
     largest = np.maximum.reduceat(np.abs(values), starts, axis=-1)
-    scales = np.where(largest > 0, largest / most, 1).astype(np.float32)
+    scales = np.where(largest > 0, largest / max_e4m3, 1).astype(np.float32)
     each = np.repeat(scales, like.block, axis=-1)[..., : values.shape[-1]]
-    numbers = np.clip(values / each, -most, most).astype(E4M3)
+    numbers = np.clip(values / each, -max_e4m3, max_e4m3).astype(E4M3)
     return scaled_tensor(numbers, scales)

@@ -1,4 +1,4 @@
-"""Sparse matrices of outlier weights, stored exactly beside quantized ones."""
+"""Sparse matrices of outlier weights, stored exactly in addition to a quantized matrix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SparseTensor:
         return int(self.values.size) * _BYTES
 
     def dense(self) -> Float[Array, "*stack outputs inputs"]:
-        """The dense matrix, in NumPy arrays if these are."""
+        """Returns the dense matrix, as a NumPy array if the parts are NumPy arrays."""
         stack = self.values.shape[:-1]
         parts = (self.rows, self.columns, self.values)
         rows, columns, values = (part.reshape(prod(stack), part.shape[-1]) for part in parts)
@@ -51,22 +51,22 @@ class SparseTensor:
         if isinstance(values, np.ndarray):
             full: Any = np.zeros(size, np.float32)
             matrix, which = np.nonzero(rows < self.outputs)
-            places = matrix, rows[matrix, which], columns[matrix, which]
-            np.add.at(full, places, values[matrix, which])
+            index = matrix, rows[matrix, which], columns[matrix, which]
+            np.add.at(full, index, values[matrix, which])
         else:
             matrix = jnp.arange(rows.shape[0])[:, None]
             full = jnp.zeros(size, jnp.float32).at[matrix, rows, columns].add(values, mode="drop")
         return full.reshape(*stack, self.outputs, self.inputs)
 
     def product(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """x @ matrix.T in float32; of a single matrix, not of a stack."""
+        """Computes x @ matrix.T in float32, for a single matrix, not a stack."""
         flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         products = flat[:, self.columns] * self.values[None]
         sums = jax.ops.segment_sum(products.T, self.rows, self.outputs, indices_are_sorted=True)
         return sums.T.reshape(*x.shape[:-1], self.outputs)
 
     def take(self, rows: Int[Array, "*shape"]) -> Float[Array, "*shape inputs"]:
-        """Dense rows of the matrix."""
+        """Returns dense rows of the matrix."""
         flat, columns, values = (
             rows.reshape(-1),
             jnp.asarray(self.columns),
@@ -79,13 +79,13 @@ class SparseTensor:
             return zeros.reshape(*rows.shape, self.inputs)
 
         def add(i: Array, result: Array) -> Array:
-            """The i-th weight of each row."""
+            """Adds the i-th weight of each row."""
             at = jnp.where(i < count, begin + i, 0)
             more = jnp.where(i < count, values[at], 0.0)
             return result.at[jnp.arange(flat.size), columns[at]].add(more)
 
-        taken = lax.fori_loop(0, jnp.max(count, initial=0), add, zeros)
-        return taken.reshape(*rows.shape, self.inputs)
+        sums = lax.fori_loop(0, jnp.max(count, initial=0), add, zeros)
+        return sums.reshape(*rows.shape, self.inputs)
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +125,7 @@ class OutlierTensor:
         return self.rounded.nbytes + self.outliers.nbytes
 
     def __getitem__(self, index: Any) -> OutlierTensor:
-        """A matrix of a stack; `...` is the tensor itself."""
+        """Returns a matrix of a stack; `...`: the tensor itself."""
         if index is Ellipsis:
             return self
         if not self.stack:
@@ -133,11 +133,11 @@ class OutlierTensor:
         return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The dequantized matrix."""
+        """Dequantizes the matrix."""
         return (self.rounded.dequantize() + self.outliers.dense()).astype(dtype)
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
-        """Embedding lookup: dequantized rows of the matrix."""
+        """Looks up embeddings: dequantized rows of the matrix."""
         return (self.rounded.take(rows, jnp.float32) + self.outliers.take(rows)).astype(dtype)
 
 
@@ -147,7 +147,7 @@ def outlier_count(shape: tuple[int, ...], share: float) -> int:
 
 
 def abstract_outliers(rounded: QuantizedTensor, count: int) -> OutlierTensor:
-    """An `OutlierTensor` of `jax.ShapeDtypeStruct`s, with so many outliers of each matrix."""
+    """Returns an `OutlierTensor` of `jax.ShapeDtypeStruct`s with `count` outliers per matrix."""
     of = (*rounded.stack, count)
     whole, real = jax.ShapeDtypeStruct(of, np.int32), jax.ShapeDtypeStruct(of, np.float32)
     sparse = SparseTensor(whole, whole, real, rounded.outputs, rounded.inputs)
@@ -155,7 +155,7 @@ def abstract_outliers(rounded: QuantizedTensor, count: int) -> OutlierTensor:
 
 
 def to_sparse(values: np.ndarray, where: np.ndarray, count: int) -> SparseTensor:
-    """The masked values of a matrix as a sparse one, in NumPy arrays.
+    """Converts the masked values of a matrix to a sparse matrix of NumPy arrays.
 
     Args:
         values: [outputs, inputs].

@@ -1,4 +1,4 @@
-"""Activation edits (interventions, steering vectors): what a request changes of named values.
+"""Activation edits (interventions, steering vectors): a request's changes of named values.
 
 NumPy is imported in functions: the command line reads the table of parameters too.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Operation = Literal["add", "set", "scale", "project_out"]
 Range = Literal["all", "prompt", "answer"]
 
-OPEN = 2**31 - 1  # a position that no token has: the end of a range that has none
-UNSEEN = -1e30  # a score that leaves nothing after a softmax
+OPEN = 2**31 - 1  # a position beyond all tokens: the end of an open range
+UNSEEN = -1e30  # a score whose softmax is 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +27,10 @@ class Edit:
     """A change of one named value of the model, at some tokens.
 
     Attributes:
-        name: of the value, as `LLM.names` lists it: "decoder.3.x" is the residual stream after
+        name: the value's name, as `LLM.names` lists it: "decoder.3.x" is the residual stream after
             layer 3, "decoder.3.attn.heads" the attention's heads before they are joined.
-        operation: "add" adds the value; "set" puts it in place of what there is, 0 ablates;
-            "scale" multiplies by it; "project_out" removes the direction that it is.
+        operation: "add" adds the value; "set" replaces the activation by it, 0 ablates; "scale"
+            multiplies by it; "project_out" removes its direction.
         value: a number, a vector, or a vector for each token of the range [tokens, ...], as a
             trace has them (activation patching); a head's vector where `head` is given.
         tokens: "all", "prompt" or "answer", or a slice of positions in prompt and answer together,
@@ -38,7 +38,7 @@ class Edit:
         head: only this head of a value that has heads.
 
     Raises:
-        RequestError: one of these is nothing of the kind.
+        RequestError: an attribute is invalid.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Edit:
     tokens: Range | slice = "all"
     head: int | None = None
 
-    field: ClassVar[str] = "edits"  # where errors say that it stands
+    field: ClassVar[str] = "edits"  # the field that errors name
 
     def __post_init__(self) -> None:
         _check_name(self.name, self.field)
@@ -78,13 +78,13 @@ class Steer:
     """A steering vector: `scale` times it is added to one named value of the model.
 
     Attributes:
-        name: of the value: "decoder.12.x" is the residual stream after layer 12.
-        vector: what is added, as wide as the value.
-        scale: what it is multiplied by.
-        tokens: at which tokens, as of `Edit`.
+        name: the value's name: "decoder.12.x" is the residual stream after layer 12.
+        vector: the direction that is added, as wide as the value.
+        scale: factor of the vector.
+        tokens: the tokens, as in `Edit`.
 
     Raises:
-        RequestError: one of these is nothing of the kind.
+        RequestError: an attribute is invalid.
     """
 
     name: str
@@ -112,23 +112,23 @@ class Steer:
 
     @property
     def edit(self) -> Edit:
-        """The same as an edit."""
+        """Converts the vector to an edit."""
         return _SteeringEdit(self.name, "add", self.edit_values, self.tokens)
 
     @property
     def edit_values(self) -> Float[np.ndarray, ...]:
-        """What is added."""
+        """The vector times its scale."""
         import numpy as np
 
-        with np.errstate(over="ignore", invalid="ignore"):  # it is told in an error
+        with np.errstate(over="ignore", invalid="ignore"):  # an error reports it
             return np.asarray(np.float32(self.scale) * self.vector)
 
 
 def token_range(tokens: Range | slice, prompt: int) -> tuple[int, int]:
-    """The first position of a range and the one after its last, `OPEN` where it has no end.
+    """Returns a range's first position and the position after its last; `OPEN`: no end.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: number of tokens of the prompt.
     """
     if tokens == "all":
         return 0, OPEN
@@ -151,7 +151,7 @@ def _check_name(name: object, field: str) -> None:
 
 
 def _whole(number: object) -> int | None:
-    """A whole number of Python or NumPy; None: it is none."""
+    """Reads a whole number of Python or NumPy; None: it is another value."""
     import numpy as np
 
     right = isinstance(number, int | np.integer) and not isinstance(number, bool)
@@ -164,9 +164,9 @@ def _range(tokens: object, name: str, field: str) -> Range | slice:
         return tokens  # type: ignore[return-value]
     if isinstance(tokens, slice) and tokens.step in (None, 1):
         ends = [at if at is None else _whole(at) for at in (tokens.start, tokens.stop)]
-        given = (tokens.start, tokens.stop)
+        span = (tokens.start, tokens.stop)
         known = [e is None or abs(e) < OPEN for e in ends]
-        if all(known) and ends.count(None) == given.count(None):
+        if all(known) and ends.count(None) == span.count(None):
             return slice(*ends)
     raise RequestError(
         f"{field}: {name}: tokens is {show_value(tokens)}; give 'all', 'prompt', 'answer' or "
@@ -174,24 +174,24 @@ def _range(tokens: object, name: str, field: str) -> Range | slice:
     )
 
 
-def _values(given: Any, name: str, field: str) -> Float[np.ndarray, ...]:
-    """Numbers as an array in float32 that nobody changes."""
+def _values(value: Any, name: str, field: str) -> Float[np.ndarray, ...]:
+    """Converts numbers to a read-only float32 array."""
     import numpy as np
 
     try:
-        raw = np.array(given)
-        if raw.dtype.kind in "cSU":  # complex numbers and texts would be cast
+        raw = np.array(value)
+        if raw.dtype.kind in "cSU":  # complex numbers and texts would be cast silently
             raise TypeError(raw.dtype)
         with np.errstate(over="ignore"):
             values = raw.astype(np.float32)
     except (TypeError, ValueError):
         values = np.array(np.nan)
-    if name.endswith(".scores"):  # those of keys that a token does not see
+    if name.endswith(".scores"):  # scores of masked keys
         values = np.where(np.isneginf(values), np.float32(UNSEEN), values)
-    if given is None or not np.isfinite(values).all():
-        said = "not there" if given is None else show_value(given)
+    if value is None or not np.isfinite(values).all():
+        shown = "not there" if value is None else show_value(value)
         raise RequestError(
-            f"{field}: {name}: the value is {said}; give a finite number or an array of them"
+            f"{field}: {name}: the value is {shown}; give a finite number or an array of them"
         )
     values.setflags(write=False)
     return values

@@ -1,4 +1,4 @@
-"""Beam search: the hypotheses of a search, running and finished, on the host."""
+"""Beam search: the running and finished hypotheses of a search, on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Hypothesis:
     """A finished sequence.
 
     Attributes:
-        tokens: what follows the prompt.
+        tokens: tokens after the prompt.
         score: sum of the log-probabilities, over length ** length_penalty.
     """
 
@@ -31,11 +31,11 @@ class Beams:
         length_penalty: above 1 favours longer sequences.
         end_ids: tokens that end a sequence.
         early_stopping: when a search ends that has found `count` sequences. True: at once. False:
-            when the likeliest running one would not be better if it ended now. "never": when it
-            cannot become better, whatever follows.
-        limit: tokens that a sequence may have.
-        sequences, scores: of the running ones.
-        ended: the best `count` of those that have ended, best first.
+            when the likeliest running sequence would not be better if it ended now. "never": when
+            no continuation can be better.
+        limit: maximum tokens of a sequence.
+        sequences, scores: the running sequences.
+        ended: the best `count` ended sequences, best first.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Beams:
     ended: list[Hypothesis] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # All begin as the same sequence: only one of them may be continued.
+        # All beams begin as the same sequence: only one may be continued.
         self.sequences = [()] * self.count
         self.scores = [0.0] + [-np.inf] * (self.count - 1)
 
@@ -58,11 +58,11 @@ class Beams:
         """Continues the search by candidates, likeliest first.
 
         Args:
-            beams, tokens, scores: of each candidate, the sequence that it continues, the token and
-                the sum; at least twice as many as beams, so that enough are left if some end.
+            beams, tokens, scores: each candidate's sequence, token and sum of log-probabilities; at
+                least twice as many as beams, so that enough are left if some end.
 
         Returns:
-            For each running sequence, the index of the one that it continues.
+            For each running sequence, the index of the sequence that it continues.
         """
         parents: list[int] = []
         sequences: list[tuple[int, ...]] = []
@@ -93,13 +93,13 @@ class Beams:
         if self.early_stopping is True:
             return True
         length = len(self.sequences[0])
-        # Scores are negative: what divides them by more makes them better.
+        # Scores are negative: a larger divisor improves them.
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.limit
         return self.ended[-1].score >= self.scores[0] / length**self.length_penalty
 
     def ranked(self) -> list[Hypothesis]:
-        """The best `count` sequences, finished or not, best first."""
+        """Returns the best `count` sequences, finished or not, best first."""
         for sequence, score in zip(self.sequences, self.scores, strict=True):
             self._end(sequence, score)
         return self.ended

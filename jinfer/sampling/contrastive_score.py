@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.param_ranges import MAX_CANDIDATES
+from jinfer.sampling.param_types import MAX_CANDIDATES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def candidates(
     logits: Float[Array, "rows vocab"], count: int = MAX_CANDIDATES
 ) -> tuple[Int[Array, "rows count"], Float[Array, "rows count"]]:
-    """The likeliest tokens, and their probabilities among all, likeliest first."""
+    """Returns the likeliest tokens and their probabilities, likeliest first."""
     logits = logits.astype(jnp.float32)
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, ids = lax.optimization_barrier(lax.top_k(logits, min(count, logits.shape[-1])))
@@ -31,13 +31,12 @@ def contrastive_choice(
     length: Int[Array, ""],
     alpha: Float[Array, ""],
 ) -> Int[Array, ""]:
-    """The candidate with the greatest (1 - alpha) p - alpha * (greatest similarity to the past).
+    """Returns the candidate with the greatest (1 - alpha) p - alpha * (similarity to the past).
 
     Args:
-        probabilities: of the candidates; 0 where there is none.
+        probabilities: the candidates' probabilities; 0: no candidate.
         hidden: last hidden states after each candidate.
-        history: last hidden states of the tokens so far; what follows the first `length` is
-            padding.
+        history: last hidden states of the tokens so far; rows after the first `length` are padding.
         alpha: `penalty_alpha`.
 
     Similarity is the cosine of two hidden states. Of equals the first is taken.

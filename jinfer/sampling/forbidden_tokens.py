@@ -1,7 +1,7 @@
-"""Forbidden tokens: what a request's rules exclude next, computed on the host.
+"""Forbidden tokens: next tokens that a request's rules exclude, computed on the host.
 
-On the device `penalties.rules` does it. The host needs it under a grammar: a token that the grammar
-forces is not sampled, and rules may exclude all that a grammar allows.
+`penalties.rules` excludes them on the device. The host needs them with a grammar: a forced token is
+not sampled, and rules may exclude all tokens that a grammar allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.param_types import MAX_BAD_LENGTH
 from jinfer.sampling.sampling_metadata import SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ class ForbiddenTokens:
         never: a bit for each token that is always forbidden.
         ends: tokens that are forbidden until the answer has `least` tokens.
         words: sequences of tokens whose last may not follow the others.
-        params: of the request.
+        params: the request's parameters.
     """
 
     never: UInt[np.ndarray, " words"]
@@ -45,7 +45,7 @@ class ForbiddenTokens:
         allowed: UInt[np.ndarray, " words"] | None,
         never: Iterable[int] = (),
     ) -> ForbiddenTokens:
-        """From a request's row of sampling metadata, in NumPy.
+        """Reads the rules from a request's row of sampling metadata, in NumPy.
 
         Args:
             allowed: bits of `allowed_token_ids`; None: all.
@@ -66,11 +66,11 @@ class ForbiddenTokens:
         return cls(packed, ends, params.min_tokens, tuple(filter(None, bad)), params)
 
     def now(self, tokens: Sequence[int], drawn: int) -> list[int]:
-        """Tokens that are forbidden next, beside those that always are.
+        """Returns tokens that are forbidden next, in addition to those that always are.
 
         Args:
             tokens: the prompt and the answer so far.
-            drawn: tokens of the answer.
+            drawn: number of tokens of the answer.
         """
         recent = tuple(tokens[-MAX_BAD_LENGTH:])
         completed = [word[-1] for word in self.words if _follows(recent, word[:-1])]
@@ -88,9 +88,9 @@ class ForbiddenTokens:
             if id // 32 < len(mask):
                 mask[id // 32] &= ~np.uint32(1 << id % 32)
 
-    def names(self, given: Sequence[int], tokens: Sequence[int], drawn: int) -> list[str]:
-        """The parameters that forbid some of these ids; none: the model never outputs them."""
-        ids = set(given)
+    def names(self, answer: Sequence[int], tokens: Sequence[int], drawn: int) -> list[str]:
+        """Names the parameters that forbid these ids; none: the model never outputs them."""
+        ids = set(answer)
         allowed = self.params.allowed_token_ids
         pairs = cast("tuple[tuple[int, float], ...]", self.params.logit_bias)
         biased = {id for id, bias in pairs if np.isneginf(bias)}
@@ -110,6 +110,6 @@ def _follows(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
 
 
 def token_ids(mask: UInt[np.ndarray, " words"]) -> list[int]:
-    """The ids whose bits are set."""
+    """Returns the ids whose bits are set."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
     return [int(id) for id in np.flatnonzero(bits)]

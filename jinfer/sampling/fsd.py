@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
+from jinfer.sampling.param_types import MAX_CANDIDATES, MAX_NGRAM
 from jinfer.sampling.rng import uniform
-from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
+from jinfer.sampling.sampling_metadata import SamplerContext, SamplingMetadata
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ class _Counts(NamedTuple):
     by: Int[Array, "rows contexts candidates"]
 
 
-def fsd(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
-    """0 for the token chosen, -inf for all others.
+def fsd(x: Float[Array, "rows vocab"], context: SamplerContext) -> Float[Array, "rows vocab"]:
+    """Returns logits of 0 for the chosen token, -inf for all others.
 
-    Of the `fsd_k` likeliest tokens the one with the greatest (1 - alpha) p - alpha s, where s is
-    its probability in an n-gram model of the sequence, and p that among the `fsd_pool` likeliest.
-    Random FSD (Inferflow) draws some of its first tokens in place of this.
+    Chooses, of the `fsd_k` likeliest tokens, the token with the greatest (1 - alpha) p - alpha s: s
+    is its probability in an n-gram model of the sequence, p among the `fsd_pool` likeliest. Random
+    FSD (Inferflow) instead draws some of its first tokens.
     """
     _, metadata, state, history = context
     count = min(MAX_CANDIDATES, x.shape[-1])
@@ -49,8 +49,8 @@ def fsd(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "r
     alpha = metadata.column("fsd_alpha")[:, None]
     scores = (1 - alpha) * p - alpha * _predicted(_count(history, ids), metadata, history)
     candidate = (rank < metadata.column("fsd_k")[:, None]) & (best > -jnp.inf)
-    place = jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
-    chosen = jnp.take_along_axis(ids, place[:, None], axis=-1)
+    best_candidate = jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
+    chosen = jnp.take_along_axis(ids, best_candidate[:, None], axis=-1)
     only = jnp.arange(x.shape[-1], dtype=jnp.int32)[None] == chosen
     u = uniform(metadata.key, state.drawn, "random_fsd")
     late = state.drawn >= metadata.column("random_fsd_tokens")
@@ -73,10 +73,10 @@ def _count(history: History, ids: Int[Array, "rows candidates"]) -> _Counts:
         tokens = history.at(positions)
         before = history.at(positions[:, :, None] - jnp.asarray(back)[None, None])
         same = (before == last[:, None]) & (last[:, None] >= 0)
-        # A context is as long as its first token that differs is far.
-        places = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, None]
-        length = jnp.min(jnp.where(same, MAX_NGRAM, places[..., :-1]), axis=-1, keepdims=True)
-        contexts = ((places <= length) & (tokens >= 0)[:, :, None]).astype(jnp.float32)
+        # The matching context ends before the first token that differs.
+        lengths = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, None]
+        length = jnp.min(jnp.where(same, MAX_NGRAM, lengths[..., :-1]), axis=-1, keepdims=True)
+        contexts = ((lengths <= length) & (tokens >= 0)[:, :, None]).astype(jnp.float32)
         by = (tokens[:, :, None] == ids[:, None]).astype(jnp.float32)
         # Sums of zeros and ones, exact in any order.
         new = jnp.einsum("rbc,rbi->rci", contexts, by, precision=lax.Precision.HIGHEST)
@@ -95,7 +95,7 @@ def _count(history: History, ids: Int[Array, "rows candidates"]) -> _Counts:
 def _predicted(
     counts: _Counts, metadata: SamplingMetadata, history: History
 ) -> Float[Array, "rows candidates"]:
-    """The smoothed n-gram model: from the longest context to none, each takes a share of the rest.
+    """Computes the smoothed n-gram model: from the longest context on, each takes a share.
 
     A context that the candidate never followed takes none. The last occurrence of a context, at
     the end, is followed by nothing yet, and counts nonetheless.

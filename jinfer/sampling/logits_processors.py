@@ -1,10 +1,9 @@
-"""Logits processors: a user's own functions of the logits, compiled into the steps that need them.
+"""Logits processors: a user's functions of the logits, compiled into the steps that need them.
 
 A function takes the logits of some rows, float32 [rows, vocab]; the tokens of each row's sequence,
 int32 [rows, length], the prompt first, and -1 where the sequence has ended; and how many tokens
-each has, int32 [rows]. It gives the new logits. It is traced once for each size of a batch, so it
-has to be pure: the same arguments give the same result, and a row's result depends on that row
-alone.
+each has, int32 [rows]. It returns the new logits. It is traced once for each batch size, so it must
+be pure: equal arguments give equal results, and a row's result depends only on that row.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from jinfer.sampling.token_history import History
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-MAX_PROCESSORS = 31  # functions that a model may be given; each has a bit of an int32
-_ROWS = 2  # of the arguments that a function is tried with
+MAX_PROCESSORS = 31  # maximum functions of a model; each has a bit of an int32
+_ROWS = 2  # sizes of the arguments in a trial call
 
 type ProcessorFunction = Callable[[Array, Array, Array], Array]
 
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """A function that a model was given.
+    """A function registered with a model.
 
     Attributes:
         index: its bit in `State.processors`.
@@ -46,7 +45,7 @@ class LogitsProcessor:
 
 @dataclass
 class LogitsProcessors:
-    """The functions that a model was given, in the order in which they came.
+    """A model's registered functions, in order of registration.
 
     Attributes:
         vocab, context: sizes of a row of logits, and of a sequence.
@@ -59,14 +58,14 @@ class LogitsProcessors:
     _known: dict[ProcessorFunction, LogitsProcessor] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def resolve(self, asked: Iterable[ProcessorFunction | str]) -> tuple[LogitsProcessor, ...]:
-        """The processors of a request.
+    def resolve(self, requested: Iterable[ProcessorFunction | str]) -> tuple[LogitsProcessor, ...]:
+        """Returns the processors of a request.
 
         Raises:
-            RequestError: a name that is not known, a function that cannot be compiled, or one more
-                than there may be.
+            RequestError: an unknown name, a function that cannot be compiled, or too many
+                functions.
         """
-        functions = [self._named(one) if isinstance(one, str) else one for one in asked]
+        functions = [self._named(item) if isinstance(item, str) else item for item in requested]
         return tuple(dict.fromkeys(map(self._processor, functions)))
 
     def _named(self, name: str) -> ProcessorFunction:
@@ -112,36 +111,36 @@ class LogitsProcessors:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """A name of a function for errors."""
+    """Returns a name of a function for errors."""
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 def bits(processors: Iterable[LogitsProcessor]) -> int:
-    """A row's `State.processors`."""
-    return sum(1 << one.index for one in processors)
+    """Returns a row's `State.processors`."""
+    return sum(1 << processor.index for processor in processors)
 
 
 def process(
     logits: Float[Array, "rows vocab"],
     processors: Sequence[LogitsProcessor],
-    wanted: Int[Array, " rows"],
+    requested: Int[Array, " rows"],
     history: History,
 ) -> Float[Array, "rows vocab"]:
-    """The logits of each row after its processors, in the order in which the model got them.
+    """Applies each row's processors to its logits, in order of registration.
 
-    What was forbidden before stays forbidden; NaN is -inf, except where the model gave one.
+    Forbidden tokens stay forbidden; NaN becomes -inf, except where the model's logit is NaN.
 
     Args:
-        processors: those of the program.
-        wanted: a bit for each processor of a row.
+        processors: processors of the program.
+        requested: a bit for each processor of a row.
     """
     rows, length = logits.shape[0], history.tokens.shape[1]
     every = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     tokens = history.at(every)
     forbidden, wrong = jnp.isneginf(logits), jnp.isnan(logits)
-    for one in processors:
-        new = one.function(logits, tokens, history.lengths).astype(jnp.float32)
+    for processor in processors:
+        new = processor.function(logits, tokens, history.lengths).astype(jnp.float32)
         new = jnp.where(forbidden | jnp.isnan(new), -jnp.inf, new)
         new = jnp.where(wrong, jnp.nan, new)
-        logits = jnp.where(((wanted >> one.index) & 1)[:, None] > 0, new, logits)
+        logits = jnp.where(((requested >> processor.index) & 1)[:, None] > 0, new, logits)
     return logits

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -22,32 +22,32 @@ type LogProbabilities = tuple[
 def log_probabilities(
     logits: Float[Array, "rows vocab"],
     tokens: Int[Array, " rows"],
-    wanted: Bool[Array, " rows"] | None = None,
+    needed: Bool[Array, " rows"] | None = None,
 ) -> LogProbabilities:
-    """The log-probability of each token; the likeliest ids and theirs, likeliest first.
+    """Returns each token's log-probability; the likeliest ids and their own, likeliest first.
 
     Args:
-        wanted: for which rows; the others' values are undefined. None: for all.
+        needed: mask of rows to compute; the others' values are undefined. None: all.
     """
     logits = logits.astype(jnp.float32)
     rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
     if sampler_calls.available():
-        every = jnp.ones(rows, jnp.bool_) if wanted is None else wanted
+        every = jnp.ones(rows, jnp.bool_) if needed is None else needed
         return sampler_calls.log_probabilities(logits, tokens, every, count)
-    if wanted is None:
+    if needed is None:
         return log_probabilities_reference(logits, tokens)
     shape = (rows, count)
     nothing = jnp.zeros(rows), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
     return lax.cond(
-        jnp.any(wanted), lambda: log_probabilities_reference(logits, tokens), lambda: nothing
+        jnp.any(needed), lambda: log_probabilities_reference(logits, tokens), lambda: nothing
     )
 
 
 def log_probabilities_reference(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
 ) -> LogProbabilities:
-    """The same for all rows, in XLA's operations."""
-    # A row at a time: XLA adds up in an order that depends on how many there are.
+    """Computes the same for all rows, in XLA's operations."""
+    # A row at a time: XLA's order of additions depends on the number of rows.
     totals = lax.map(jax.nn.logsumexp, logits)
     logprobs = logits - totals[:, None]
     count = min(MAX_LOGPROBS, logits.shape[-1])
@@ -63,14 +63,16 @@ def log_probabilities_of(
     likeliest: Int[Array, "rows top"],
     logprobs: Float[Array, "rows top"],
 ) -> tuple[Int[Array, "rows top"], Float[Array, "rows top"]]:
-    """The log-probabilities of some ids of each row; of rows without any, the likeliest, as given.
+    """Returns log-probabilities of each row's requested ids; rows without ids keep the likeliest.
 
     Args:
-        ids: then -1.
-        likeliest, logprobs: as of `log_probabilities`.
+        ids: requested ids, padded with -1.
+        likeliest, logprobs: results of `log_probabilities`.
     """
     ids = ids[:, : likeliest.shape[1]]
     totals = lax.map(jax.nn.logsumexp, logits.astype(jnp.float32))
     of_ids = jnp.take_along_axis(logits.astype(jnp.float32), jnp.maximum(ids, 0), axis=-1)
-    some = ids[:, :1] >= 0
-    return jnp.where(some, ids, likeliest), jnp.where(some, of_ids - totals[:, None], logprobs)
+    nonempty = ids[:, :1] >= 0
+    return jnp.where(nonempty, ids, likeliest), jnp.where(
+        nonempty, of_ids - totals[:, None], logprobs
+    )

@@ -25,7 +25,7 @@ _STREAMS = {"xtc": 1, "random_fsd": 2}
 def noise(
     key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], vocab: int
 ) -> Float[Array, "rows vocab"]:
-    """Gumbel noise for the token after `drawn` others."""
+    """Draws Gumbel noise for the answer's token number `drawn`."""
 
     def of_row(key: Array, drawn: Array) -> Array:
         wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -35,10 +35,10 @@ def noise(
 
 
 def uniform(
-    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], stage: Literal["xtc", "random_fsd"]
+    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], sampler: Literal["xtc", "random_fsd"]
 ) -> Float[Array, " rows"]:
-    """Uniform numbers from 0 to below 1 for a stage's own decision."""
-    stream = jnp.full_like(drawn, _STREAMS[stage])
+    """Draws uniform numbers in [0, 1) for a sampler's own decision."""
+    stream = jnp.full_like(drawn, _STREAMS[sampler])
 
     def of_row(key: Array, words: Array) -> Array:
         return threefry_2x32(key, words)[0]

@@ -1,9 +1,9 @@
 """Sampler: logits to next tokens, by one function for a mixed batch.
 
-Every row goes through stages of its own, in its own order. A row's result depends on its logits,
-parameters, state and history alone, to the bit. On CPUs a custom call samples, if it knows the
-stages of the program; XLA's operations are its reference. There, what only some rows need is
-computed only if there are such rows; on a GPU some of it always.
+Each row runs its own samplers, in its own order. Results are batch-invariant: they depend only on a
+row's logits, parameters, state and history, to the bit. On CPUs a custom call samples if it
+supports the program's samplers; XLA's operations are its reference. They skip samplers that no row
+needs, except for cheap samplers on a GPU.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
-from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
+from jinfer.ops.reductions import argmax
 from jinfer.sampling import penalties
-from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise
+from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES, SAMPLERS
 from jinfer.sampling.sampling_metadata import (
     COUNTS,
-    LAST_STAGE,
+    END_OF_CHAIN,
     NUMBERS,
+    SamplerContext,
     SamplerState,
     SamplingMetadata,
-    StageContext,
 )
-from jinfer.sampling.stages import NOT_FINITE, STAGES, TABLE
 from jinfer.sampling.token_history import History
+from jinfer.sampling.truncation import adapted_mu
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
-_LANES = 64  # logits reduced side by side (SIMD)
+_LANES = 64  # logits reduced in parallel (SIMD)
 
-type StageFunction = Callable[[Array, StageContext], Array]
+type SamplerFunction = Callable[[Array, SamplerContext], Array]
 
 
-def _function(path: str) -> StageFunction:
+def _function(path: str) -> SamplerFunction:
     module, _, name = path.partition(".")
-    function: StageFunction = getattr(import_module(f"jinfer.sampling.{module}"), name)
+    function: SamplerFunction = getattr(import_module(f"jinfer.sampling.{module}"), name)
     return function
 
 
-FUNCTIONS = {stage.name: _function(stage.function) for stage in TABLE}
+FUNCTIONS = {sampler.name: _function(sampler.function) for sampler in SAMPLERS}
 
 
 def sample(
@@ -60,27 +60,27 @@ def sample(
     *,
     mask: UInt[Array, "slots words"] | None = None,
     masked: Bool[Array, " slots"] | None = None,
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> tuple[Int[Array, " rows"], SamplerState]:
     """Samples the next token of each row, and counts it.
 
     Args:
-        logits: of any floating type; computed with in float32.
+        logits: of any floating type; computations are in float32.
         metadata, state: of each slot.
         history: tokens of each slot's sequence, the prompt first.
-        slots: of each row, the slot whose sequence it continues.
-        lengths: tokens of each sequence; what follows them in `history` is not read.
-        prompt_lengths: how many of them are the prompt.
-        mask: a bit for each token, the lowest of a word first; 0 forbids it.
-        masked: of which slots the mask counts.
-        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
+        slots: the slot of each row's sequence.
+        lengths: tokens of each sequence; later entries of `history` are not read.
+        prompt_lengths: tokens of each prompt.
+        mask: a bit for each token, lowest bit first; 0 forbids it.
+        masked: slots whose mask applies.
+        samplers: the program's samplers; no row may need another (`sampler_chain.sampler_sets`).
 
     Returns:
-        A token and the state of each row; `NOT_FINITE` where a logit is NaN or +inf.
+        Each row's token and state; the token is `NOT_FINITE` if a logit is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
-    if sampler_calls.knows(stages):
+    if sampler_calls.knows(samplers):
         sequences = (history, lengths, prompt_lengths, slots, slots)
         tokens, mu, _ = sampler_calls.sample(logits, _operands(metadata, state), *sequences, masks)
     else:
@@ -89,10 +89,9 @@ def sample(
             of_rows = SamplingMetadata(*(part[slots] for part in metadata))
             past = History(history, slots, lengths[slots], prompt_lengths[slots])
             states = SamplerState(*(part[slots] for part in state))
-            return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, stages)
+            return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, samplers)
 
-        # Where every row wants its greatest logit nothing else is computed, and no parameters are
-        # gathered.
+        # If all rows are greedy, nothing else is computed, and no parameters are gathered.
         bound = jnp.bool_(False) if mask is None or masked is None else masked
         greedy = jnp.all((_greedy(metadata) & ~bound)[slots])
         tokens, mu = lax.cond(greedy, lambda: (argmax(logits), state.mu[slots]), drawn)
@@ -112,50 +111,51 @@ def filtered_logits(
     *,
     mask: UInt[Array, "slots words"],
     masked: Bool[Array, " slots"],
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
-    """The logits that `sample` draws from, given the same: -inf for what it does not draw.
+    """Computes the logits that `sample` draws from, with equal arguments; -inf: never drawn.
 
-    Where nothing is drawn, only the token that it takes is left.
+    A greedy row keeps only its chosen token.
     """
     of_rows = SamplingMetadata(*(part[slots] for part in metadata))
     states = SamplerState(*(part[slots] for part in state))
     past = History(history, slots, lengths[slots], prompt_lengths[slots])
     allowed = _allowed(logits.astype(jnp.float32), mask, masked, slots)
-    left = apply_stages(allowed, of_rows, states, past, stages)
-    taken = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
+    left = apply_samplers(allowed, of_rows, states, past, samplers)
+    selected = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
     drawn = of_rows.column("draws")[:, None] > 0
-    return jnp.where(drawn, left, jnp.where(taken, 0.0, -jnp.inf))
+    return jnp.where(drawn, left, jnp.where(selected, 0.0, -jnp.inf))
 
 
 def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, ...]:
-    """Metadata and state as the custom call reads them: columns and stages in its order.
+    """Converts metadata and state for the custom call: columns and samplers in its order.
 
-    No row may have a stage that the call does not know.
+    No row may have a sampler that the call does not support.
     """
     layout = sampler_calls.layout()
-    stages = metadata.stages
-    if layout.stages != STAGES:
-        last = len(layout.stages)
-        numbers = [layout.stages.index(s) if s in layout.stages else last for s in (*STAGES, "")]
-        stages = jnp.array(numbers, jnp.int32)[stages[:, :last]]
+    chain = metadata.chain
+    if layout.samplers != SAMPLER_NAMES:
+        last = len(layout.samplers)
+        known = {name: number for number, name in enumerate(layout.samplers)}
+        numbers = [known.get(name, last) for name in (*SAMPLER_NAMES, "")]
+        chain = jnp.array(numbers, jnp.int32)[chain[:, :last]]
     arranged = metadata._replace(
         numbers=_arranged(metadata.numbers, NUMBERS, layout.numbers),
         counts=_arranged(metadata.counts, COUNTS, layout.counts),
-        stages=stages,
+        chain=chain,
     )
     return (*arranged, *state)
 
 
 def _arranged(x: Array, names: tuple[str, ...], order: tuple[str, ...]) -> Array:
-    """The columns of some names, in their order."""
+    """Selects columns by name, in this order."""
     return x if names == order else x[:, jnp.array([names.index(name) for name in order])]
 
 
 def _greedy(metadata: SamplingMetadata) -> Bool[Array, " slots"]:
-    """Which slots want the greatest logit, as it is."""
+    """Finds the slots that take the greatest unmodified logit."""
     draws, surprise = metadata.column("draws"), metadata.column("mirostat")
-    return (metadata.stages[:, 0] == LAST_STAGE) & (draws == 0) & (surprise == 0)
+    return (metadata.chain[:, 0] == END_OF_CHAIN) & (draws == 0) & (surprise == 0)
 
 
 def _allowed(
@@ -171,7 +171,7 @@ def _allowed(
 
 
 def _has_nan_or_inf(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Whether there is a NaN or +inf in a row; -inf is what must not be drawn."""
+    """Whether a row has NaN or +inf; -inf marks forbidden tokens."""
     filled = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % _LANES)))
     lanes = filled.reshape(logits.shape[0], -1, _LANES)  # vectorized by XLA:CPU
     return ~jnp.all(jnp.all(lanes < jnp.inf, axis=1), axis=-1)
@@ -182,10 +182,10 @@ def _drawn(
     metadata: SamplingMetadata,
     state: SamplerState,
     past: History,
-    stages: Sequence[str],
+    samplers: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """Tokens of any rows, and mirostat's mu after them."""
-    left = apply_stages(logits, metadata, state, past, stages)
+    """Samples tokens of any rows; also returns mirostat's mu after them."""
+    left = apply_samplers(logits, metadata, state, past, samplers)
     tokens = _if_some(
         metadata.column("draws") > 0,
         lambda: argmax(add_gumbel_noise(left, metadata, state)),
@@ -202,62 +202,62 @@ def _drawn(
 def _if_some(
     rows: Bool[Array, " rows"], all_rows: Callable[[], Array], otherwise: Callable[[], Array]
 ) -> Array:
-    """What some rows need and does not change the others; without such rows, a cheaper equal."""
+    """Runs an operation that only some rows need; without such rows, a cheaper equivalent."""
     if backend() == "gpu":
-        # A branch waits for the host to decide, which takes longer than this.
+        # On a GPU a branch waits for the host, which takes longer than the operation.
         return all_rows()
     return lax.cond(jnp.any(rows), all_rows, otherwise)
 
 
-def apply_stages(
+def apply_samplers(
     logits: Float[Array, "rows vocab"],
     metadata: SamplingMetadata,
     state: SamplerState,
     history: History,
-    stages: Sequence[str] = STAGES,
+    samplers: Sequence[str] = SAMPLER_NAMES,
 ) -> Float[Array, "rows vocab"]:
-    """Logits after the stages: -inf for what is never drawn.
+    """Applies the samplers to logits: -inf for tokens that are never drawn.
 
-    In XLA's operations in each round the stage runs that is first in the default order among those
-    that rows need next, on all these rows. So a stage runs once where all orders agree, and every
-    order is possible in one program that has each stage once.
+    In each round the sampler that comes first in the default order, of those that rows need next,
+    runs on all these rows. So a sampler runs once if all orders agree, and one program with each
+    sampler once supports every order.
 
     Args:
-        metadata, state, history: of each row.
-        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
+        metadata, state, history: one row each.
+        samplers: the program's samplers; no row may need another (`sampler_chain.sampler_sets`).
     """
-    if sampler_calls.knows(stages):
+    if sampler_calls.knows(samplers):
         tokens, slots, lengths, prompts = history
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
         sequences = (tokens, lengths, prompts, rows, slots)
         operands = _operands(metadata, state)
         return sampler_calls.sample(logits, operands, *sequences, filtered=True)[2]
-    functions = list(dict.fromkeys(FUNCTIONS[name] for name in STAGES if name in stages))
-    which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in STAGES]
+    functions = list(dict.fromkeys(FUNCTIONS[name] for name in SAMPLER_NAMES if name in samplers))
+    which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in SAMPLER_NAMES]
     function_of = jnp.array(which, jnp.int32)
 
-    def next_stages(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        return jnp.take_along_axis(metadata.stages, done[:, None], axis=-1)[:, 0]
+    def next_samplers(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        return jnp.take_along_axis(metadata.chain, done[:, None], axis=-1)[:, 0]
 
     def more(carry: tuple[Array, Array]) -> Bool[Array, ""]:
-        return jnp.min(next_stages(carry[1])) < LAST_STAGE
+        return jnp.min(next_samplers(carry[1])) < END_OF_CHAIN
 
-    def run_stage(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def run_sampler(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         x, done = carry
-        following = next_stages(done)
-        stage = jnp.min(following)
-        rows = following == stage
-        context = StageContext(stage, metadata, state, history.only(rows))
-        new = lax.switch(function_of[stage], functions, x, context)
+        following = next_samplers(done)
+        sampler = jnp.min(following)
+        rows = following == sampler
+        context = SamplerContext(sampler, metadata, state, history.only(rows))
+        new = lax.switch(function_of[sampler], functions, x, context)
         return jnp.where(rows[:, None], new, x), done + rows.astype(jnp.int32)
 
-    return lax.while_loop(more, run_stage, (logits, jnp.zeros_like(state.drawn)))[0]
+    return lax.while_loop(more, run_sampler, (logits, jnp.zeros_like(state.drawn)))[0]
 
 
 def ends_sequence(
     tokens: Int[Array, " rows"], metadata: SamplingMetadata, slots: Int[Array, " rows"]
 ) -> Bool[Array, " rows"]:
-    """Whether a row's token ends its sequence, as far as the device can know.
+    """Whether a row's token ends its sequence, as far as the device knows.
 
     The host finds the other ends: stop texts, and the `stop_token_ids` of a request that ignores
     the model's own end.
@@ -269,7 +269,7 @@ def ends_sequence(
 def add_gumbel_noise(
     left: Float[Array, "rows vocab"], metadata: SamplingMetadata, state: SamplerState
 ) -> Float[Array, "rows vocab"]:
-    """Gumbel-max: filtered logits plus noise in the rows that draw; the greatest is the token."""
+    """Samples by Gumbel-max: the greatest of the filtered logits plus noise, in rows that draw."""
     draws = metadata.column("draws") > 0
     gumbel = noise(metadata.key, state.drawn, left.shape[-1])
     return jnp.where(draws[:, None], left + gumbel, left)

@@ -1,19 +1,19 @@
-"""Sampler chain: which stages a request runs, in which order, and the programs that have them."""
+"""Sampler chain: a request's samplers in their order, and the programs that support them."""
 
 from __future__ import annotations
 
 from jinfer.ops import sampler_calls
+from jinfer.sampling.samplers import COMMON, SAMPLER_NAMES, SAMPLERS, SELECTABLE
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.stages import COMMON, SAMPLERS, STAGES, TABLE
 
 # Those that cut nothing: the only ones before mirostat and FSD, which cut by rules of their own.
 _UNCUT = ("penalties", "dry", "temperature")
-_ACTIVE = {stage.name: stage.active for stage in TABLE}
+_ACTIVE = {sampler.name: sampler.active for sampler in SAMPLERS}
 
 
 def chain(params: SamplingParams) -> tuple[str, ...]:
-    """The stages that a request needs, in its order, without those that would change nothing."""
-    names = params.samplers or SAMPLERS
+    """Returns the samplers that a request needs, in its order, without ineffective samplers."""
+    names = params.samplers or SELECTABLE
     if params.strategy in ("fsd", "random_fsd"):
         # FSD leaves one token; where random FSD draws instead, the filters after it apply.
         after = [name for name in names if name not in _UNCUT]
@@ -29,17 +29,17 @@ def chain(params: SamplingParams) -> tuple[str, ...]:
     return tuple(name for name in ("rules", *names) if _ACTIVE[name](params))
 
 
-def stage_sets() -> tuple[tuple[str, ...], ...]:
-    """The stages of the programs that are compiled: the most used first, the last has all.
+def sampler_sets() -> tuple[tuple[str, ...], ...]:
+    """Returns the samplers of the compiled programs: the most used first, the last has all.
 
-    On a CPU the first has the stages that the custom call knows. A request that needs another one
-    has its batches sampled by XLA's operations.
+    On a CPU the first has the samplers that the custom call supports. XLA's operations sample
+    batches with a request that needs another sampler.
     """
-    known = sampler_calls.layout().stages if sampler_calls.available() else COMMON
-    first = tuple(name for name in STAGES if name in known)
-    return (STAGES,) if first == STAGES else (first, STAGES)
+    known = sampler_calls.layout().samplers if sampler_calls.available() else COMMON
+    first = tuple(name for name in SAMPLER_NAMES if name in known)
+    return (SAMPLER_NAMES,) if first == SAMPLER_NAMES else (first, SAMPLER_NAMES)
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether the stages of the first program are enough for a request."""
-    return set(chain(params)) <= set(stage_sets()[0])
+    """Whether the samplers of the first program are enough for a request."""
+    return set(chain(params)) <= set(sampler_sets()[0])

@@ -1,12 +1,17 @@
-"""Sampling keywords: the types of sampling parameters that are given as keywords."""
+"""Sampling parameters as keywords and dictionaries: types, completion, defaults, overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict
 
 from jinfer.sampling.activation_edits import Edit, Steer
-from jinfer.sampling.sampling_params import Processor
+from jinfer.sampling.param_field import ALIASES
+from jinfer.sampling.param_types import Processor
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams, canonical_names
 from jinfer.sampling.strategies import Strategy
 
 
@@ -79,3 +84,84 @@ class SamplingKeywords(TypedDict, total=False):
     capture: str | tuple[str, ...] | list[str]
     steer: Steer | tuple[Steer, ...] | list[Steer]
     edits: Edit | tuple[Edit, ...] | list[Edit]
+
+
+class ChatKeywords(SamplingKeywords, total=False):
+    """Keywords of `chat`: sampling parameters, and the usual variables of templates.
+
+    Further variables of a template may be passed by name or in `variables`.
+    """
+
+    special: bool
+    tools: list[Any] | tuple[Any, ...] | None
+    documents: list[Any] | tuple[Any, ...] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    enable_thinking: bool
+    reasoning_effort: str
+    variables: Mapping[str, Any]
+
+
+def completing[F: Callable[..., Any]](names: type) -> Callable[[F], F]:
+    """Lists the names of a function's `**keywords` in its signature, for completion by Tab.
+
+    Args:
+        names: the `TypedDict` of its keywords.
+    """
+
+    def completed(function: F) -> F:
+        plain = signature(function)
+        *first, rest = plain.parameters.values()
+        whole = plain.replace(parameters=[*first, *_keywords(names), rest])
+        function.__signature__ = whole  # type: ignore[attr-defined]
+        return function
+
+    return completed
+
+
+@cache
+def _keywords(names: type) -> tuple[Parameter, ...]:
+    hints = {n: hint for table in names.__mro__ for n, hint in _hints(table).items()}
+    kind = Parameter.KEYWORD_ONLY
+    return tuple(Parameter(n, kind, default=..., annotation=hint) for n, hint in hints.items())
+
+
+def _hints(table: type) -> dict[str, Any]:
+    hints = getattr(table, "__annotations__", {})
+    return {name: getattr(hint, "__forward_arg__", hint) for name, hint in hints.items()}
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a name is that of a parameter, jinfer's or another engine's."""
+    return name in PARAMETERS or name in ALIASES
+
+
+def merged(
+    defaults: Mapping[str, Any],
+    params: SamplingParams | Mapping[str, Any] | None,
+    changes: Mapping[str, Any],
+) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        defaults: the model's, for what the request leaves out; a `SamplingParams` leaves out
+            nothing.
+        params: the request's.
+        changes: keywords over them.
+
+    Raises:
+        RequestError: as `SamplingParams`.
+    """
+    if isinstance(params, SamplingParams):
+        return replace(params, **canonical_names(changes)) if changes else params
+    values = {**canonical_names(params or {}), **canonical_names(changes)}
+    return SamplingParams(**over_defaults(canonical_names(defaults), values))
+
+
+def over_defaults(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's values over defaults; a default `min_tokens` gives way to its `max_tokens`."""
+    values = {**defaults, **request}
+    least, most = values.get("min_tokens"), request.get("max_tokens")
+    if "min_tokens" not in request and isinstance(least, int) and isinstance(most, int):
+        values["min_tokens"] = min(least, max(0, most))
+    return values

@@ -1,4 +1,4 @@
-"""Sampling metadata: requests' parameters as arrays, a row each, of the same widths for all."""
+"""Sampling metadata: requests' parameters as arrays of fixed width, a row each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.param_ranges import (
+from jinfer.sampling.param_types import (
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
     MAX_BIASED,
@@ -18,8 +18,8 @@ from jinfer.sampling.param_ranges import (
     MAX_END_IDS,
 )
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import SAMPLER_NAMES
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
-from jinfer.sampling.stages import STAGES
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 # The columns of the device's arrays: two that follow from several parameters, then those of the
 # table, real numbers and whole ones.
 _COLUMNS = tuple(p for p in PARAMETERS.values() if p.column)
-NUMBERS = ("scale", *(p.name for p in _COLUMNS if p.type == "float"))
-COUNTS = ("draws", *(p.name for p in _COLUMNS if p.type != "float"))
-LAST_STAGE = len(STAGES)  # follows the stages of a row
+NUMBERS = ("temperature", *(p.name for p in _COLUMNS if p.kind is float))
+COUNTS = ("draws", *(p.name for p in _COLUMNS if p.kind is not float))
+END_OF_CHAIN = len(SAMPLER_NAMES)  # follows the samplers of a row
 
 type Encode = Callable[[str], Sequence[int]]
 
 
 class SamplingMetadata(NamedTuple):
-    """Parameters of a batch, a row each; few arrays, because each one costs every call time.
+    """Parameters of a batch, a row each; few arrays, because each argument costs time per call.
 
     Attributes:
         numbers, counts: columns named by `NUMBERS` and `COUNTS`.
         key: the seed.
-        stages: indices into `STAGES` in the row's order, then `LAST_STAGE`.
+        chain: indices into `SAMPLER_NAMES` in the row's order, then `END_OF_CHAIN`.
         end_ids: tokens that end the sequence, then -1, as in all lists of ids.
-        bias_ids, biases: tokens, and what is added to the logit of each.
+        bias_ids, biases: tokens, and the biases of their logits.
         bad_words: sequences that must not be completed, with -1 in front.
         breakers: tokens that DRY's matches do not cross.
     """
@@ -51,7 +51,7 @@ class SamplingMetadata(NamedTuple):
     numbers: Float[Array, "rows numbers"]
     counts: Int[Array, "rows counts"]
     key: UInt[Array, "rows 2"]
-    stages: Int[Array, "rows stages"]
+    chain: Int[Array, "rows samplers"]
     end_ids: Int[Array, "rows ends"]
     bias_ids: Int[Array, "rows biased"]
     biases: Float[Array, "rows biased"]
@@ -66,7 +66,7 @@ class SamplingMetadata(NamedTuple):
 
 
 class SamplerState(NamedTuple):
-    """What changes from token to token.
+    """State that changes from token to token.
 
     Attributes:
         drawn: tokens of the answer so far.
@@ -77,16 +77,16 @@ class SamplerState(NamedTuple):
     mu: Float[Array, " rows"]
 
 
-class StageContext(NamedTuple):
-    """What a stage reads besides logits.
+class SamplerContext(NamedTuple):
+    """Arguments of a sampler in addition to logits.
 
     Attributes:
-        stage: its index in `STAGES`: one function may serve several.
-        metadata, state, history: of each row; the history of rows that the stage is not for is
-            empty.
+        number: the sampler's index in `SAMPLER_NAMES`: one function may serve several.
+        metadata, state, history: one row each; rows that do not need the sampler have empty
+            histories.
     """
 
-    stage: Int[Array, ""]
+    number: Int[Array, ""]
     metadata: SamplingMetadata
     state: SamplerState
     history: History
@@ -95,7 +95,7 @@ class StageContext(NamedTuple):
 def metadata_row(
     params: SamplingParams, end_ids: Iterable[int], vocab: int, encode: Encode | None = None
 ) -> SamplingMetadata:
-    """A batch of one request, in NumPy arrays.
+    """Makes a batch of one request, in NumPy arrays.
 
     Args:
         end_ids: ids that end the sequence; forbidden until `min_tokens`.
@@ -103,8 +103,8 @@ def metadata_row(
         encode: a text's token ids, without special tokens.
 
     Raises:
-        ValueError: an id outside the vocabulary; more ids than a row has room for; texts without
-            a tokenizer.
+        ValueError: an id outside the vocabulary; more ids than a row can hold; texts without a
+            tokenizer.
     """
     seed = secrets.randbits(63) if params.seed is None else params.seed
     ends = sorted({*end_ids, *params.stop_token_ids})
@@ -115,15 +115,16 @@ def metadata_row(
     _check("logit_bias", bias, vocab)
     biases = np.zeros((1, MAX_BIASED), np.float32)
     biases[0, : len(bias)] = list(bias.values())
-    numbers = np.array([[getattr(params, name) for name in NUMBERS]], np.float64)
+    values = [params.chain_temperature, *(getattr(params, name) for name in NUMBERS[1:])]
+    numbers = np.array([values], np.float64)
     counts = [[getattr(params, name) for name in COUNTS]]
-    order = [STAGES.index(name) for name in chain(params)]
+    order = [SAMPLER_NAMES.index(name) for name in chain(params)]
     parts: tuple[Any, ...] = (
-        # A number that float32 would take for 0 is not 0.
+        # A nonzero number must not underflow to 0 in float32.
         np.where(numbers > 0, np.maximum(numbers, 1e-37), numbers).astype(np.float32),
         np.array(counts, np.int32),
         np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
-        _listed(order, len(STAGES), LAST_STAGE),
+        _listed(order, len(SAMPLER_NAMES), END_OF_CHAIN),
         _listed(ends, MAX_END_IDS),
         _listed(bias, MAX_BIASED),
         biases,
@@ -134,9 +135,9 @@ def metadata_row(
 
 
 def sampler_state_row(params: SamplingParams, drawn: int = 0) -> SamplerState:
-    """The sampler state of a request at its beginning, or after some tokens, in NumPy's arrays.
+    """Returns a request's sampler state at its beginning, or after some tokens, in NumPy arrays.
 
-    Mirostat begins anew after them: its surprise is not known from the tokens alone.
+    Mirostat restarts after them: the tokens alone do not determine its surprise.
     """
     mu = np.array([2 * params.mirostat_tau], np.float32)
     parts: tuple[Any, ...] = (np.array([drawn], np.int32), mu)
@@ -159,12 +160,12 @@ def _repeated(row: Any, rows: int) -> Any:
 
 
 def mask_words(vocab: int) -> int:
-    """Words of a mask over the vocabulary."""
+    """Returns the number of words of a mask over the vocabulary."""
     return -(-vocab // 32)
 
 
 def allowed_mask(params: SamplingParams, vocab: int) -> UInt[np.ndarray, " words"] | None:
-    """The bits of `allowed_token_ids`, the lowest of a word first; None where all are allowed.
+    """Returns the bits of `allowed_token_ids`, lowest bit first; None: all are allowed.
 
     Raises:
         ValueError: an id is outside the vocabulary.
@@ -195,7 +196,7 @@ def _text_ids(name: str, text: str, encode: Encode | None) -> tuple[int, ...]:
 
 
 def _bad_words(params: SamplingParams, vocab: int, encode: Encode | None) -> np.ndarray:
-    """A word at a text's beginning and after a space, where these are different tokens."""
+    """Encodes a word at a text's beginning and after a space, if the tokens differ."""
     sequences = [tuple(ids) for ids in params.bad_words_ids]
     for word in params.bad_words:
         for text in (word.lstrip(), f" {word.lstrip()}"):
@@ -215,7 +216,7 @@ def _bad_words(params: SamplingParams, vocab: int, encode: Encode | None) -> np.
 
 
 def _breakers(params: SamplingParams, vocab: int, encode: Encode | None) -> list[int]:
-    """A text breaks by the last of its tokens; what stands before it may change the others."""
+    """Returns a breaker's last token, since preceding text may change the other tokens."""
     if not params.dry_multiplier:
         return []
     ids = {b for b in params.dry_sequence_breakers if isinstance(b, int)}

@@ -1,33 +1,32 @@
 """Sampling parameters: `SamplingParams`, the table from which all else about them is made.
 
-A field's row says its type and default, and by `param` its range, group, other engines' names and
-whether sampler stages read it. The checks, the columns of `SamplingMetadata`, the fields of HTTP
-requests and the flags follow from it. The class's docstring says what a parameter does, for
-`--help` and the description of the routes too. `sampling_keywords.SamplingKeywords` has the types
-once more, because no type checker derives keywords from a dataclass.
+A field's annotation is its type with its bounds, and `param` has its group and what else is special
+about it. The checks, the columns of `SamplingMetadata`, the fields of HTTP requests and the flags
+follow from it; the class's docstring is the documentation for `--help` and the routes too. Other
+engines' names are in `modelspec/foreign_names.py`. `sampling_keywords.SamplingKeywords` repeats the
+types, because no type checker derives keywords from a dataclass.
 """
 
 # ruff: noqa: RUF009 (`param` gives a `dataclasses.field`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
+from jinfer.modelspec.bounded_types import Count, Size, WrongValue, read_as
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.sampling import param_ranges as r
-from jinfer.sampling.activation_edits import Edit, Steer
-from jinfer.sampling.param_field import by_name, param, parameters
+from jinfer.sampling import param_types as types
+from jinfer.sampling.param_field import ALIASES, by_name, param, parameters
+from jinfer.sampling.param_types import MAX_BIASED
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.stages import FILTERS, SAMPLERS, sampler_name
+from jinfer.sampling.samplers import FILTERS
 from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3
-
-type Processor = Callable[..., Any] | str  # of (logits, tokens, lengths), or a server's name
 
 _choice = partial(param, group="Choice")
 _filter = partial(param, group="Filters", column=True, draws=True)
@@ -45,191 +44,161 @@ _structure = partial(param, group="Structure")
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's next tokens are chosen; docs/sampling.md says more of each.
+    """How a request's next tokens are chosen; docs/sampling.md explains each parameter.
 
-    Stages run in the order of `stages.TABLE`, or as `samplers` says, each on what the one before
-    left. Other engines' names of strategies and samplers are accepted too, and those of parameters
-    by `from_names`.
+    Samplers run in the order of the table `SAMPLERS`, or in that of `samplers`, each on the logits
+    that its predecessor left. Strategies and samplers may have other engines' names, and so may
+    parameters in `from_names`.
 
     Attributes:
-        strategy: "greedy" takes the likeliest token; "sample" draws, with every filter given;
-            those named after a filter draw, and set it to a usual value if it is not given; "auto"
-            draws if a temperature above 0 or a filter is given, and is greedy otherwise. "fsd",
-            "random_fsd", "contrastive" and "beam" choose in their own ways.
-        temperature: logits are divided by it; 0 is greedy; None: 1 when drawing.
-        dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, so
-            far to both sides.
-        seed: the same seed, prompt and parameters give the same tokens; None: a new one.
-        samplers: which stages run, in which order; others do not, whatever their parameters say.
+        strategy: "greedy" takes the likeliest token; "sample" draws, with all filters that are
+            given; a strategy with the name of a filter draws, and sets the filter to a usual value
+            if it is not given; "auto" draws if a temperature above 0 or a filter is given, and is
+            greedy otherwise. "fsd", "random_fsd", "contrastive" and "beam" choose in other ways.
+        temperature: divides the logits; 0 is greedy; None: 1 when drawing.
+        dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, up
+            to this distance above and below.
+        seed: the same seed, prompt and parameters give the same tokens; None: a random seed.
+        samplers: the samplers that run, in this order; others do not run, even if their parameters
+            are given.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
-        min_p: only tokens at least this share of the likeliest's probability (arXiv 2407.01082).
-        typical_p: only the tokens of the most expected surprise, of this mass (arXiv 2202.00666).
-        tfs_z: no tail: this share of the curvature of the sorted probabilities.
-        top_a: only tokens of at least this times the likeliest's probability squared.
-        top_n_sigma: only logits so many standard deviations below the greatest (arXiv 2411.07641);
-            0 or less: off.
-        xtc_probability, xtc_threshold: how often all but the least likely of those above the
-            threshold are dropped.
-        mirostat, mirostat_tau, mirostat_eta: version 1 or 2, surprise in bits that it keeps to,
-            and how fast (arXiv 2007.14966).
-        repetition_penalty: divides the logits of tokens there were (arXiv 1909.05858), multiplies
-            negative ones.
-        presence_penalty, frequency_penalty: taken from the logits of tokens that the answer has,
-            once, and each time.
-        penalty_last_n: tokens at the end that the three look at; -1: all; 0: they are off.
+        min_p: only tokens of at least this share of the greatest probability (arXiv 2407.01082).
+        typical_p: only the tokens nearest to the expected surprise, of this probability in all
+            (arXiv 2202.00666).
+        tfs_z: tail-free sampling: only this share of the curvature of the sorted probabilities.
+        top_a: only tokens of at least this times the square of the greatest probability.
+        top_n_sigma: only logits at most this many standard deviations below the greatest (arXiv
+            2411.07641); 0 or less: off.
+        xtc_probability, xtc_threshold: how often all tokens above the threshold are dropped, except
+            the least likely of them.
+        mirostat, mirostat_tau, mirostat_eta: version 1 or 2, target surprise in bits, and learning
+            rate (arXiv 2007.14966).
+        repetition_penalty: divides the logits of tokens that the sequence has, and multiplies
+            negative logits (arXiv 1909.05858).
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer
+            has, once, and for each occurrence.
+        penalty_last_n: tokens at the end that the three penalties look at; -1: all; 0: they are
+            off.
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers:
-            what would go on repeating more than the allowed length loses multiplier * base **
-            excess; texts or token ids break repetitions.
-        logit_bias: id -> what is added to its logit; -inf bans it.
-        banned_token_ids, allowed_token_ids: never these; None or only these.
-        bad_words, bad_words_ids: texts, or sequences of ids, that are not completed.
-        logits_processors: functions of your own, in JAX, that change the logits first of all.
+            a token that would extend a repetition beyond the allowed length loses multiplier *
+            base ** excess; texts or token ids break repetitions.
+        logit_bias: id -> the number that is added to its logit; -inf bans it.
+        banned_token_ids, allowed_token_ids: never these; only these, None: all.
+        bad_words, bad_words_ids: texts, or sequences of ids, that are never completed.
+        logits_processors: functions of your own, in JAX, that change the logits first.
         fsd_alpha, fsd_k, fsd_n, fsd_beta, fsd_pool: of FSD (arXiv 2305.12675): weight of the
             penalty, candidates, longest n-gram, smoothing, tokens that share the probability.
-        random_fsd_tokens, random_fsd_probability: FSD after so many tokens, before so often.
+        random_fsd_tokens, random_fsd_probability: FSD chooses after this many tokens, and earlier
+            with this probability.
         penalty_alpha: of contrastive search (arXiv 2202.06417), over `top_k` candidates.
-        beams, length_penalty, early_stopping: of beam search, which keeps the `beams` likeliest
-            sequences and takes that with the greatest log-probability / length ** length_penalty;
-            whether enough finished ones end it at once, when better ones are unlikely (False), or
-            impossible ("never").
-        n, best_of: answers given, and how many they are the likeliest of; a beam search gives its
+        beams, length_penalty, early_stopping: beam search keeps the `beams` likeliest sequences and
+            takes the greatest log-probability / length ** length_penalty; it ends as soon as
+            enough sequences are finished (true), when a better sequence is unlikely (false), or
+            when it is impossible ("never").
+        n, best_of: number of answers, chosen as the likeliest of `best_of`; a beam search gives its
             `n` best beams.
-        max_tokens: at most so many new tokens; None: up to the context's end.
-        min_tokens: no end of sequence, stop token or stop text before so many, which are at most
-            `max_tokens`.
+        max_tokens: new tokens, at most; None: up to the context's end.
+        min_tokens: no end of sequence, stop token or stop text before this many tokens, which are
+            at most `max_tokens`.
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: ids that end the answer; they are not part of its text.
-        ignore_eos: go on after the model's own end of sequence.
-        include_stop: what ends the answer, a stop text or an end's own text, is part of it.
+        ignore_eos: continue after the model's own end of sequence.
+        include_stop: the stop text, or the text of the end token, is part of the answer.
         skip_special: special tokens are not part of the answer's text.
-        thinking_token_budget, thinking_budget_message: after so many tokens of thought it says
-            this and its end, which is forced, and the answer goes on; None: any number.
-        logprobs: also give the log-probability of each token, and of so many likeliest ones.
-        logprob_token_ids, post_sampling_probs: of these ids rather than of the likeliest; after
-            the samplers rather than before them.
+        thinking_token_budget, thinking_budget_message: tokens of thought, at most; then the message
+            and the end of the thought are forced, and the answer continues; None: any number.
+        logprobs: also give the log-probability of each token, and of this many likeliest tokens.
+        logprob_token_ids, post_sampling_probs: give them for these ids rather than the likeliest;
+            after the samplers rather than before.
         speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
             same.
-        json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
-        capture: names of activations, patterns with *, that come back with the answer.
+        json_schema, regex, choice, grammar: constraints of the answer; at most one of them.
+        capture: names of activations, or patterns with *, that are returned with the answer.
         steer: steering vectors, added to named activations at some tokens.
         edits: changes of named activations at some tokens, in their order; `steer` follows them.
 
     Raises:
-        RequestError: for a value outside its range, where the message begins with the parameter's
-            name; for a name that is no parameter's.
+        RequestError: a value is outside its bounds, and the message begins with the parameter's
+            name; or a name is unknown.
     """
 
-    strategy: Strategy = _choice(
-        "auto", r.OneOf(get_args(Strategy)), aliases="decoding_alg decoding_strategy"
+    strategy: Strategy = _choice("auto")
+    temperature: types.Temperature | None = _choice(None)
+    dynatemp_range: types.Temperature = _choice(0.0, column=True, draws=True)
+    dynatemp_exponent: types.UpTo100 = _choice(1.0, column=True, draws=True, needs="dynatemp_range")
+    seed: types.Seed | None = _choice(None, minus_one=True)
+    samplers: types.Samplers | None = _choice(None)
+    top_k: types.CountOrAll = _filter(0, minus_one=True)
+    top_p: types.Share = _filter(1.0)
+    min_p: types.Share = _filter(0.0)
+    typical_p: types.Share = _filter(1.0)
+    tfs_z: types.Share = _filter(1.0)
+    top_a: types.Share = _filter(0.0)
+    top_n_sigma: types.Deviations = _filter(-1.0)
+    xtc_probability: types.Share = _filter(0.0)
+    xtc_threshold: types.Share = _filter(0.1, needs="xtc_probability")
+    mirostat: types.MirostatVersion = _mirostat(0)
+    mirostat_tau: types.UpTo100 = _mirostat(5.0, needs="mirostat")
+    mirostat_eta: types.Share = _mirostat(0.1, needs="mirostat")
+    repetition_penalty: types.Factor = _penalty(1.0, fields="repetition_penalty repeat_penalty")
+    presence_penalty: types.Signed = _penalty(0.0)
+    frequency_penalty: types.Signed = _penalty(0.0)
+    penalty_last_n: types.Window = _penalty(-1, fields="penalty_last_n repeat_last_n")
+    dry_multiplier: types.UpTo100 = _penalty(0.0)
+    dry_base: types.DryBase = _dry(1.75, column=True)
+    dry_allowed_length: Size = _dry(2, column=True)
+    dry_penalty_last_n: types.Window = _dry(-1, column=True)
+    dry_sequence_breakers: types.Breakers = _dry(("\n", ":", '"', "*"))
+    logit_bias: types.Biases = _words(())
+    banned_token_ids: types.Ids = _words(())
+    allowed_token_ids: types.SomeIds | None = _words(None)
+    bad_words: types.Words = _words(())
+    bad_words_ids: types.IdSequences = _words(())
+    logits_processors: types.Processors = _words(())
+    fsd_alpha: types.Share = _fsd(0.5)
+    fsd_k: types.Candidates = _fsd(6)
+    fsd_n: types.Ngram = _fsd(3)
+    fsd_beta: types.Share = _fsd(0.9)
+    fsd_pool: types.Pool = _fsd(50)
+    random_fsd_tokens: Count = _random_fsd(10)
+    random_fsd_probability: types.Share = _random_fsd(0.5)
+    penalty_alpha: types.Share = param(0.6, "Search", strategies="contrastive")
+    beams: types.Beams = _beam(4)
+    length_penalty: types.Signed = _beam(1.0)
+    early_stopping: bool | Literal["never"] = _beam(False)
+    n: types.Answers = param(1)
+    best_of: types.Answers | None = param(None)
+    max_tokens: Size | None = _end(
+        256, fields="max_tokens max_completion_tokens n_predict", minus_one=True
     )
-    temperature: float | None = _choice(None, r.TEMPERATURE)
-    dynatemp_range: float = _choice(0.0, r.TEMPERATURE, column=True, draws=True)
-    dynatemp_exponent: float = _choice(
-        1.0,
-        r.Range(0, 100),
-        aliases="dynatemp_exp",
-        column=True,
-        draws=True,
-        needs="dynatemp_range",
-    )
-    seed: int | None = _choice(None, r.count(0, r.MAX_SEED), aliases="random_seed", minus_one=True)
-    samplers: tuple[str, ...] | list[str] | None = _choice(None, r.Names(SAMPLERS, sampler_name))
-    top_k: int = _filter(0, r.count(0, note="all"), aliases="max_k", minus_one=True)
-    top_p: float = _filter(1.0, r.SHARE)
-    min_p: float = _filter(0.0, r.SHARE)
-    typical_p: float = _filter(1.0, r.SHARE, aliases="typ_p typical")
-    tfs_z: float = _filter(1.0, r.SHARE, aliases="tfs")
-    top_a: float = _filter(0.0, r.SHARE)
-    top_n_sigma: float = _filter(-1.0, r.Range(-1, 1_000_000))
-    xtc_probability: float = _filter(0.0, r.SHARE)
-    xtc_threshold: float = _filter(0.1, r.SHARE, needs="xtc_probability")
-    mirostat: int = _mirostat(0, r.count(0, 2, note="off"))
-    mirostat_tau: float = _mirostat(
-        5.0, r.Range(0, 100), aliases="mirostat_ent tau", needs="mirostat"
-    )
-    mirostat_eta: float = _mirostat(0.1, r.SHARE, aliases="mirostat_lr eta", needs="mirostat")
-    repetition_penalty: float = _penalty(
-        1.0,
-        r.Range(0, 100, above=True),
-        aliases="repeat_penalty",
-        fields="repetition_penalty repeat_penalty",
-    )
-    presence_penalty: float = _penalty(0.0, r.ANY)
-    frequency_penalty: float = _penalty(0.0, r.ANY)
-    penalty_last_n: int = _penalty(
-        -1, r.WINDOW, aliases="repeat_last_n", fields="penalty_last_n repeat_last_n"
-    )
-    dry_multiplier: float = _penalty(0.0, r.Range(0, 100))
-    dry_base: float = _dry(1.75, r.Range(1, 100), column=True)
-    dry_allowed_length: int = _dry(2, r.count(1), column=True)
-    dry_penalty_last_n: int = _dry(-1, r.WINDOW, column=True)
-    dry_sequence_breakers: tuple[str | int, ...] | list[str | int] = _dry(
-        ("\n", ":", '"', "*"), r.BREAKERS
-    )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _words((), r.BIASES)
-    banned_token_ids: tuple[int, ...] | list[int] = _words((), r.IDS)
-    allowed_token_ids: tuple[int, ...] | list[int] | None = _words(None, r.SOME_IDS)
-    bad_words: tuple[str, ...] | list[str] = _words((), r.WORDS)
-    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]] = _words(
-        (), r.ID_SEQUENCES, aliases="bad_words_token_ids"
-    )
-    logits_processors: tuple[Processor, ...] | list[Processor] = _words((), r.PROCESSORS)
-    fsd_alpha: float = _fsd(0.5, r.SHARE)
-    fsd_k: int = _fsd(6, r.count(1, r.MAX_CANDIDATES))
-    fsd_n: int = _fsd(3, r.count(1, r.MAX_NGRAM))
-    fsd_beta: float = _fsd(0.9, r.SHARE)
-    fsd_pool: int = _fsd(
-        50, r.count(0, r.MAX_CANDIDATES, "the whole vocabulary"), aliases="pool_size"
-    )
-    random_fsd_tokens: int = _random_fsd(10, r.count(0))
-    random_fsd_probability: float = _random_fsd(0.5, r.SHARE)
-    penalty_alpha: float = param(0.6, r.SHARE, "Search", strategies="contrastive")
-    beams: int = _beam(4, r.count(1, r.MAX_BEAMS), aliases="num_beams")
-    length_penalty: float = _beam(1.0, r.ANY)
-    early_stopping: bool | Literal["never"] = _beam(False, r.EARLY)
-    n: int = param(1, r.count(1, r.MAX_ANSWERS))
-    best_of: int | None = param(None, r.count(1, r.MAX_ANSWERS))
-    max_tokens: int | None = _end(
-        256,
-        r.count(1),
-        aliases="n_predict max_completion_tokens max_new_tokens max_output_len",
-        fields="max_tokens max_completion_tokens n_predict",
-        minus_one=True,
-    )
-    min_tokens: int = _end(0, r.count(0), aliases="min_new_tokens", column=True)
-    stop: str | tuple[str, ...] | list[str] = _end((), r.STOPS, aliases="stop_strings")
-    stop_token_ids: tuple[int, ...] | list[int] = _end((), r.STOP_IDS)
-    ignore_eos: bool = _end(False, r.SWITCH, column=True)
-    include_stop: bool = _end(False, r.SWITCH, fields="include_stop_str_in_output")
-    skip_special: bool = _end(True, r.SWITCH, fields="skip_special_tokens")
-    thinking_token_budget: int | None = _end(
+    min_tokens: Count = _end(0, column=True)
+    stop: types.Stops = _end(())
+    stop_token_ids: types.StopIds = _end(())
+    ignore_eos: bool = _end(False, column=True)
+    include_stop: bool = _end(False, fields="include_stop_str_in_output")
+    skip_special: bool = _end(True, fields="skip_special_tokens")
+    thinking_token_budget: Count | None = _end(
         None,
-        r.count(0),
-        aliases="thinking_budget_tokens reasoning_budget_tokens",
         fields="thinking_token_budget thinking_budget_tokens reasoning_budget_tokens",
         minus_one=True,
     )
-    thinking_budget_message: str | None = _end(
+    thinking_budget_message: types.Text | None = _end(
         None,
-        r.TEXT,
-        aliases="reasoning_budget_message",
         fields="thinking_budget_message reasoning_budget_message",
         needs="thinking_token_budget",
     )
-    logprobs: int | None = param(
-        None, r.count(0, r.MAX_LOGPROBS), aliases="n_probs", fields="n_probs"
-    )
-    logprob_token_ids: tuple[int, ...] | list[int] = param((), r.LOGPROB_IDS, needs="logprobs")
-    post_sampling_probs: bool = param(False, r.SWITCH, needs="logprobs")
-    speculation: bool = param(True, r.SWITCH, "Speculation")
-    json_schema: str | Mapping[str, Any] | bool | None = _structure(None, r.SCHEMA)
-    regex: str | None = _structure(None, r.TEXT)
-    choice: tuple[str, ...] | list[str] | None = _structure(None, r.SOME_TEXTS)
-    grammar: str | None = _structure(None, r.TEXT)
-    capture: str | tuple[str, ...] | list[str] = param((), r.CAPTURED)
-    steer: Steer | tuple[Steer, ...] | list[Steer] = param((), r.Records(Steer, r.MAX_EDITS))
-    edits: Edit | tuple[Edit, ...] | list[Edit] = param((), r.Records(Edit, r.MAX_EDITS))
+    logprobs: types.Logprobs | None = param(None, fields="n_probs")
+    logprob_token_ids: types.LogprobIds = param((), needs="logprobs")
+    post_sampling_probs: bool = param(False, needs="logprobs")
+    speculation: bool = param(True, "Speculation")
+    json_schema: types.Schema | None = _structure(None)
+    regex: types.Text | None = _structure(None)
+    choice: types.SomeTexts | None = _structure(None)
+    grammar: types.Text | None = _structure(None)
+    capture: types.Capture = param(())
+    steer: types.Steers = param(())
+    edits: types.Edits = param(())
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -240,9 +209,9 @@ class SamplingParams:
             if value is parameter.default:
                 continue
             try:
-                set_(self, name, parameter.read(value))
-            except r.OutsideError as wrong:
-                raise _outside(name, wrong.expected, wrong.value) from None
+                set_(self, name, read_as(parameter.type, value))
+            except WrongValue as wrong:
+                raise _outside(name, wrong.expected, wrong.value, wrong.hint) from None
         for name, value in {**DEFAULTS.get(strategy, {}), **sets}.items():
             if getattr(self, name) == PARAMETERS[name].default:
                 set_(self, name, value)
@@ -260,10 +229,10 @@ class SamplingParams:
         return cls(**canonical_names(values))
 
     def _rules(self) -> Iterable[tuple[str, bool, str]]:
-        """Rules between parameters: one of them, whether the rule holds, what it must be."""
+        """Rules between parameters: the name of one, whether the rule holds, the allowed values."""
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
-        few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= r.MAX_BIASED
-        yield "logit_bias", few, f"at most {r.MAX_BIASED} ids, with the banned ones"
+        few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= MAX_BIASED
+        yield "logit_bias", few, f"at most {MAX_BIASED} ids, with the banned ones"
         if self.allowed_token_ids is not None:
             banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == float("-inf"))}
             some = bool({*self.allowed_token_ids} - banned)
@@ -275,11 +244,11 @@ class SamplingParams:
         yield "mirostat", not self.mirostat or samples, f'0 with the strategy "{self.strategy}"'
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            yield given[1], False, f"left out beside {given[0]}"
+            yield given[1], False, f"left out: {given[0]} is given"
 
     @property
     def constrained(self) -> bool:
-        """Whether the answer has to be something."""
+        """Whether the answer has a constraint."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
@@ -291,29 +260,27 @@ class SamplingParams:
             return False
         if self.strategy != "auto" or self.temperature is not None:
             return True
-        return any(stage.active(self) for stage in FILTERS)
+        return any(sampler.active(self) for sampler in FILTERS)
 
     @property
-    def scale(self) -> float:
-        """What the logits are divided by where the chain has a temperature."""
-        asked = 1.0 if self.temperature is None else self.temperature
-        return max(asked, _COLDEST) if self.strategy in ("fsd", "random_fsd") else asked
+    def chain_temperature(self) -> float:
+        """The divisor of the logits where the sampler chain has a temperature."""
+        value = 1.0 if self.temperature is None else self.temperature
+        return max(value, _COLDEST) if self.strategy in ("fsd", "random_fsd") else value
 
     @property
     def drawing_temperature(self) -> float:
         """The temperature to draw with; 0 where nothing is drawn."""
-        return self.scale if self.draws else 0.0
+        return self.chain_temperature if self.draws else 0.0
 
 
-def _outside(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name} must be {expected}, not {show_value(value)}")
+def _outside(name: str, expected: str, value: Any, hint: str = "") -> RequestError:
+    return RequestError(f"{name} must be {expected}, not {show_value(value)}{hint}")
 
 
 PARAMETERS = parameters(SamplingParams)
 CONSTRAINTS = tuple(p.name for p in PARAMETERS.values() if p.group == "Structure")  # one at most
 ACTIVATIONS = ("capture", "steer", "edits")  # objects of Python: no flags set them
-ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
-RANGES = {p.name: p.range for p in PARAMETERS.values() if isinstance(p.range, r.Range)}
 
 
 def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:

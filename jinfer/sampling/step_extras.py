@@ -1,6 +1,7 @@
-"""Extras of a step: what few requests want of it, so that programs for the others are without.
+"""Extras of a step: results that few requests need, left out of other programs.
 
-A logits processor; the log-probabilities of ids that a request names; or those after the samplers.
+They are logits processors, log-probabilities of requested ids, and log-probabilities after the
+samplers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ type Extra = LogitsProcessor | Literal["logprob_token_ids", "post_sampling_probs
 
 
 def extras_of(params: SamplingParams, processors: Sequence[LogitsProcessor]) -> tuple[Extra, ...]:
-    """The extras of a request."""
+    """Returns the extras of a request."""
     named: list[Extra] = []
     if params.logprobs is not None and params.logprob_token_ids:
         named.append("logprob_token_ids")
@@ -25,17 +26,17 @@ def extras_of(params: SamplingParams, processors: Sequence[LogitsProcessor]) -> 
 
 
 def union(rows: Iterable[Sequence[Extra]]) -> tuple[Extra, ...]:
-    """The extras of a program for some requests, each once, in an order of their own."""
-    return tuple(sorted({one for row in rows for one in row}, key=_place))
+    """Returns the distinct extras of some requests, in a fixed order."""
+    return tuple(sorted({extra for row in rows for extra in row}, key=_place))
 
 
 def processors_of(extras: Iterable[object]) -> list[LogitsProcessor]:
-    """The logits processors among them."""
-    return [one for one in extras if isinstance(one, LogitsProcessor)]
+    """Selects the logits processors."""
+    return [extra for extra in extras if isinstance(extra, LogitsProcessor)]
 
 
 def has_function(extras: Iterable[Extra]) -> bool:
-    """Whether a user's function is among them."""
+    """Whether the extras include a user's function."""
     return bool(processors_of(extras))
 
 

@@ -1,4 +1,4 @@
-"""Decoding strategies: jinfer's names, those of other engines, and what each name sets."""
+"""Decoding strategies: names, other engines' names, and the parameters that each name sets."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Strategy = Literal[
     "contrastive",
     "beam",
 ]
-# Those that draw no random numbers.
+# Deterministic strategies.
 DETERMINISTIC = ("greedy", "fsd", "contrastive", "beam")
 
-# What a strategy sets where the request leaves it out. The numbers are Inferflow's where it has
+# Defaults that a strategy sets. The numbers are Inferflow's where it has
 # the strategy; top_a is KoboldAI's, top_n_sigma and xtc are their authors'.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"top_k": 8},
@@ -43,7 +43,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _STANDARD = {"top_p": 0.9, "top_k": 8}  # Inferflow's sample.std cuts by both, whichever is first
 
-# Other engines' names of strategies: jinfer's name, and what the name sets besides.
+# Other engines' names of strategies -> jinfer's name, and further defaults.
 STRATEGIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "": ("sample", _STANDARD),
     "std": ("sample", _STANDARD),

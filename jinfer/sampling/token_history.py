@@ -1,4 +1,4 @@
-"""Token history: the tokens of each row's sequence, as sampler stages read them."""
+"""Token history: the tokens of each row's sequence, as samplers read them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 
-BLOCK = 1024  # positions looked at together
-NOTHING = -1  # the token at a position that a sequence does not have
+BLOCK = 1024  # positions per block
+NOTHING = -1  # the token at positions outside a sequence
 
 
 class History(NamedTuple):
-    """Sequences that belong to rows.
+    """The sequences of rows.
 
     Attributes:
-        tokens: of every slot, the prompt first.
-        slots: of each row, the slot of its sequence.
+        tokens: tokens of every slot, the prompt first.
+        slots: the slot of each row's sequence.
         lengths, prompts: tokens of each row's sequence, and of its prompt.
     """
 
@@ -32,15 +32,15 @@ class History(NamedTuple):
     prompts: Int[Array, " rows"]
 
     def back(self, counts: Int[np.ndarray, " n"]) -> Int[Array, "rows n"]:
-        """The tokens so far before the end: 1 is the last one."""
+        """Returns tokens by distance from the end: 1 is the last token."""
         return self.at(self.lengths[:, None] - jnp.asarray(counts, jnp.int32)[None])
 
     def only(self, rows: Bool[Array, " rows"]) -> History:
-        """A history with empty sequences in the other rows."""
+        """Returns a history with empty sequences in the other rows."""
         return self._replace(lengths=jnp.where(rows, self.lengths, 0))
 
     def at(self, positions: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
-        """The tokens at some positions of each row; `NOTHING` before and after the sequence."""
+        """Returns the tokens at some positions of each row; `NOTHING` outside the sequence."""
         ones = (1,) * (positions.ndim - 1)
         lengths, slots = self.lengths.reshape(-1, *ones), self.slots.reshape(-1, *ones)
         found = self.tokens[slots, jnp.clip(positions, 0, self.tokens.shape[1] - 1)]
@@ -51,7 +51,7 @@ class History(NamedTuple):
     ) -> State:
         """Folds over all positions of the longest sequence, a block at a time.
 
-        So the time is that of the tokens there are, not of those there is room for.
+        So the time depends on the tokens, not on the capacity.
         """
         block = min(BLOCK, self.tokens.shape[1])
         first = jnp.broadcast_to(jnp.arange(block, dtype=jnp.int32), (self.lengths.shape[0], block))
@@ -60,9 +60,9 @@ class History(NamedTuple):
 
 
 def scatter_ids(ids: Int[Array, "rows n"], vocab: int) -> tuple[Array, Array]:
-    """Indices of ids in an array [rows, vocab] for `.at[...]` with mode="drop".
+    """Returns indices of ids in an array [rows, vocab] for `.at[...]` with mode="drop".
 
-    `NOTHING` and what else is no id goes nowhere; a negative index would count from the end.
+    `NOTHING` and other invalid ids are dropped; a negative index would count from the end.
     """
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     return rows, jnp.where(ids >= 0, ids, vocab)

@@ -11,12 +11,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
+from jinfer.cli.terminal.argument_parser import PREFIX, CliParser, add_flags, flags_of
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.modelspec.bounded_types import WrongValue
+from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
-from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
+from jinfer.server.flag_table import FLAGS
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 
 _NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         "JINFER_SOURCE has sources. The command line wins.",
         argument_default=argparse.SUPPRESS,
         short=_SHORT,
-        instead=SERVER_FLAG_HINTS,
+        instead=lambda flag: flag_hint(flag, serve=True),
     )
     made.add_argument(
         "source",
@@ -86,18 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="a spec (.toml), a checkpoint folder or file, package://..., hf://...; NAME=SOURCE "
         "gives it a name",
     )
-    for flag in FLAGS:
-        more: dict[str, Any] = {"help": flag.help, "dest": flag.key}
-        if flag.kind is bool:
-            more["action"] = argparse.BooleanOptionalAction
-        elif flag.kind is list:
-            more |= {"action": "append", "metavar": flag.key.upper()}
-        else:
-            kind = flag.kind
-            more |= {"type": kind, "choices": flag.choices, "metavar": flag.key.upper()}
-            if flag.choices:
-                more["metavar"] = "|".join(flag.choices)
-        made.add_argument(*flag.names, **more)
+    add_flags(made, FLAGS, negatable=True)
     return made
 
 
@@ -110,31 +100,18 @@ def parse_options(
         SourceError: an invalid environment variable.
     """
     parsed = vars(make_parser().parse_args(arguments))
-    found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
+    found: dict[str, Any] = {flag.name: flag.default for flag in FLAGS}
     for flag in FLAGS:
-        if flag.variable in environment:
-            found[flag.key] = _value(flag, environment[flag.variable])
+        if (text := environment.get(flag.variable)) is not None:
+            try:
+                found[flag.name] = flag.read_variable(text)
+            except WrongValue as wrong:
+                reason = f"{flag.variable}={text!r} is not {wrong.expected}{wrong.hint}"
+                raise SourceError(reason) from None
     if not parsed.get("source"):
         listed = environment.get(f"{PREFIX}SOURCE", "")
         parsed["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
     return {**found, **parsed}
-
-
-def _value(flag: ServeFlag, text: str) -> Any:
-    where = f"{flag.variable}={text!r}"
-    if flag.kind is bool:
-        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-        if text.lower() not in words:
-            raise SourceError(f"{where}: write true or false")
-        return words[text.lower()]
-    if flag.kind is list:
-        return [item.strip() for item in text.split(",") if item.strip()]
-    if flag.choices and text not in flag.choices:
-        raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
-    try:
-        return flag.kind(text)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise SourceError(f"{where}: {error}") from None
 
 
 def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
@@ -142,39 +119,14 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
     keys = tuple(flags["api_key"])
     if flags["api_key_file"]:
         keys += read_api_keys(Path(flags["api_key_file"]))
+    own = {flag.name: flags[flag.name] for flag in flags_of(ServerSettings)}
+    own["cors"] = tuple(own["cors"])
     return ServerSettings(
         keys=keys,
-        max_body=flags["max_body"],
-        body_seconds=flags["body_timeout"],
-        send_seconds=flags["send_timeout"],
-        timeout=flags["timeout"],
-        ping=flags["ping"],
-        max_prompts=flags["max_prompts"],
-        log_prompts=bool(flags["log_prompts"]),
-        request_templates=bool(flags["request_chat_templates"]),
-        strict=bool(flags["strict"]),
-        max_loaded=flags["max_loaded"],
-        model_wait=flags["model_wait"],
-        autoload=flags["models_autoload"],
-        model_processes=flags["model_processes"],
-        idle_unload=flags["idle_unload"],
-        idle_sleep=flags["idle_sleep"],
         warm_up=flags["warm_up"] == "background",
-        cors=tuple(flags["cors"]),
-        page=flags["page"],
-        runtime_adapters=bool(flags["runtime_adapters"]),
-        slot_save_path=flags["slot_save_path"],
-        files_dir=flags["files_dir"],
-        max_file=flags["max_file"],
-        max_files=flags["max_files"],
-        responses_dir=flags["responses_dir"],
-        max_responses=flags["max_responses"],
-        responses_bytes=flags["responses_bytes"],
-        responses_seconds=flags["responses_seconds"],
-        template_variables=flags["chat_template_kwargs"] or {},
+        model_processes=flags["model_processes"],
         logits_processors=named_functions(flags["logits_processor"]),
-        allow_inspection=bool(flags["allow_inspection"]),
-        inspection_bytes=flags["inspection_bytes"],
+        **own,
     )
 
 
@@ -209,24 +161,9 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
-    values = {
-        "engine.context": flags["ctx_size"],
-        "engine.slots": flags["parallel"],
-        "engine.max_adapters": flags["max_adapters"],
-        "engine.max_adapter_rank": flags["max_adapter_rank"],
-        "engine.cache_ram": flags["cache_ram"],
-        "engine.cache_disk": flags["cache_disk"],
-        "engine.cache_disk_size": flags["cache_disk_size"],
-        "quantization.kv_cache": flags["kv_cache"],
-        "prompt.tool_calls": flags["tool_call_parser"],
-        "prompt.reasoning": flags["reasoning_parser"],
-        "generation.thinking_token_budget": flags["reasoning_budget"],
-        "generation.thinking_budget_message": flags["reasoning_budget_message"],
-        "dtype": flags["dtype"] or None,
-    }
-    for key, value in values.items():
-        if value is not None:
-            overrides = merge(overrides, nested(key, value))
+    for flag in FLAGS:
+        if flag.key and flags[flag.name] not in (None, ""):
+            overrides = merge(overrides, nested(flag.key, flags[flag.name]))
     for text in flags["adapter"]:
         if (named := _ALIAS.fullmatch(text)) is None:
             raise SourceError(f"--adapter {text[:200]}: write NAME=SOURCE")

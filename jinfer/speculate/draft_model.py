@@ -21,7 +21,7 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE, Cache
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.token_tree import ROOT, TokenTree
@@ -233,7 +233,7 @@ class DraftModel(Drafter):
             yield StepKey("copy_blocks")
         for size in (*SMALL_SIZES, *SIZES):
             yield StepKey(prefill, size, int(prefill == "logits"))
-        for stages in stage_sets():
+        for stages in sampler_sets():
             for rows in sorted({self.runner.padded_rows(n) for n in range(1, slots + 1)}):
                 yield StepKey(propose, rows, stages=stages)
 

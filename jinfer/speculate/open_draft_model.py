@@ -55,7 +55,7 @@ def _changes(entry: DraftSpec) -> dict[str, Any]:
     if entry.weights is None:
         return {}
     # Fast to quantize; a draft that is a little worse changes no token.
-    return {"quantization.weights": entry.weights, "quantization.method": "search"}
+    return {"quantization.weights": entry.weights, "quantization.method": "mse"}
 
 
 def _open_target_again(target: ModelSource, changes: Mapping[str, Any]) -> Opened:

@@ -19,7 +19,7 @@ from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
 from jinfer.engine.scheduling.sequence import DraftedStep, RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
@@ -378,7 +378,7 @@ class SpeculativeDecoder:
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
     def _step_keys(self) -> Iterator[StepKey]:
-        for stages in stage_sets():
+        for stages in sampler_sets():
             for size in batch_sizes(self.engine.runner):
                 for chosen in sorted({1, self.engine.runner.sampled_rows(size, 2)}):
                     for places in (0, PLACES_PER_TOKEN * size) if self._branched() else (0,):

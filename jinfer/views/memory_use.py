@@ -51,7 +51,7 @@ def memory(llm: LLM) -> View:
     """What weights and cache take; nothing is computed or copied."""
     from jinfer.engine.scheduling.cache_size import block_bytes
     from jinfer.loader.weights.grouped_blocks import described
-    from jinfer.nn.adapted_rows import is_adapter
+    from jinfer.nn.lora_rows import is_adapter
     from jinfer.ops.attention.kv_cache import BLOCK, nbytes
     from jinfer.quant import QuantizedTensor
 

@@ -18,8 +18,8 @@ class QueryBatch(NamedTuple):
     Attributes:
         rows: each token's row of `tables`; -1: padding.
         positions: of each token in its sequence.
-        low, last: the first and last key it may see: of a sliding window, and its own position if
-            attention is causal; low may be negative.
+        low, last: the first and last key a token may see: the begin of a sliding window (it may be
+            negative), and the own position if attention is causal.
         tables: block tables: entry j is the block of keys from TOKENS * j. Unused entries may be
             anything.
     """

@@ -3,8 +3,8 @@
 Queries: a piece is some adjacent tokens of one run; a program takes the query heads of a piece that
 share a key head (GQA). Keys: a split is a power of two of them, aligned to a multiple of it; its
 size depends on how many keys a token sees, not on the rest of the batch. Each split has its own
-softmax, and splits are merged in order, whether one program computes all of them or each has its
-own. So results are batch-invariant to the bit.
+softmax, and splits are merged in order, both if one program computes all of them and if each has
+its own program. So results are batch-invariant to the bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SPLITS = 32  # of a token's keys, at most
 _LEAST_SPAN = 128
-_FEW_ROWS = 16  # of a tile: the least tensor cores take
+_FEW_ROWS = 16  # of a tile: the minimum of tensor cores
 # Not 64: Hopper then uses another instruction, whose sums may have other bits.
 _MANY_ROWS = 32
 _SUMS = 64  # result numbers that fit into a thread's registers
@@ -50,7 +50,7 @@ class KernelLaunch(NamedTuple):
         tile: of each program.
         most: max tokens of a piece.
         pieces: max number of pieces.
-        tiles: of a piece, side by side.
+        tiles: tiles of a piece, in parallel.
         parts: programs that share the splits of a piece; with one, no splits are written to memory.
         tokens: max number of tokens, if splits are written.
     """
@@ -64,10 +64,10 @@ class KernelLaunch(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What the launches depend on; equal shapes give equal programs.
+    """Shapes that determine the launches; equal shapes give equal programs.
 
     Attributes:
-        tokens: of the batch.
+        tokens: tokens of the batch.
         rows: of the block tables: max number of runs.
         length: of the block tables, in keys.
         kv_heads, group: key heads, and query heads per key head.
@@ -81,7 +81,7 @@ class AttentionShape(NamedTuple):
 
 
 def tile(keys: PackedKV, values: PackedKV | None, *, many: bool) -> Tile:
-    """The largest tile that registers and shared memory hold."""
+    """Returns the largest tile that registers and shared memory hold."""
     read = [keys] if values is None else [keys, values]
     width = read[-1].padded
     if any(part.tile_type == jnp.float32 for part in read):
@@ -95,7 +95,7 @@ def tile(keys: PackedKV, values: PackedKV | None, *, many: bool) -> Tile:
 
 
 def least_span(keys: PackedKV, values: PackedKV | None, group: int) -> int:
-    """Keys of the smallest split: larger where its sums weigh more against the keys read."""
+    """Returns the keys of the smallest split: larger if its sums cost more relative to the keys."""
     read = [keys] if values is None else [keys, values]
     vectors = keys.data.shape[0] * keys.data.shape[1] * keys.data.shape[2]
     of_a_key = sum(part.nbytes for part in read) / vectors
@@ -106,7 +106,7 @@ def least_span(keys: PackedKV, values: PackedKV | None, group: int) -> int:
 
 
 def max_splits(shape: AttentionShape, least: int) -> int:
-    """Max splits of a token."""
+    """Returns the maximum number of splits of a token."""
     return min(SPLITS, -(-shape.length // least))
 
 
@@ -117,7 +117,7 @@ def plan_launches(
     least: int,
     form: Callable[..., Tile] = tile,
 ) -> list[KernelLaunch]:
-    """The kernel calls: one for short runs, and one for long ones if the batch has room for any.
+    """Returns the kernel calls: one for short runs, and one for long runs if they fit the batch.
 
     Args:
         form: gives the tiles of a kind of kernel.
@@ -151,14 +151,14 @@ def plan_launches(
 def split_powers(
     low: Int[Array, " tokens"], last: Int[Array, " tokens"], least: int
 ) -> Int[Array, " tokens"]:
-    """log2 of the keys in each token's splits: the least that leaves at most `SPLITS` splits."""
+    """Returns log2 of the keys per split: the least that leaves at most `SPLITS` splits."""
     # Keys that begin and end inside splits touch one more split than they fill.
     need = jnp.maximum(last - low, 0) // (SPLITS - 1)
     return jnp.maximum(32 - lax.clz(need), least.bit_length() - 1)
 
 
-class SequenceRuns(NamedTuple):
-    """The runs of a batch, cut where the split size changes.
+class QueryRuns(NamedTuple):
+    """Runs of a batch, cut where the split size changes.
 
     Attributes:
         place: index of each token in its run.
@@ -171,7 +171,7 @@ class SequenceRuns(NamedTuple):
     real: Bool[Array, " tokens"]
 
 
-def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> SequenceRuns:
+def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> QueryRuns:
     """Finds the runs."""
     count = rows.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
@@ -179,13 +179,13 @@ def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> SequenceR
     begins = jnp.concatenate([jnp.ones((1,), jnp.bool_), begins])
     first = lax.cummax(jnp.where(begins, index, 0))
     after = jnp.where(jnp.roll(begins, -1).at[-1].set(True), index + 1, count)
-    return SequenceRuns(index - first, lax.cummin(after, reverse=True) - first, rows >= 0)
+    return QueryRuns(index - first, lax.cummin(after, reverse=True) - first, rows >= 0)
 
 
 def first_tokens(
-    runs: SequenceRuns, chosen: Bool[Array, " tokens"], launch: KernelLaunch
+    runs: QueryRuns, chosen: Bool[Array, " tokens"], launch: KernelLaunch
 ) -> Int[Array, " pieces"]:
-    """The first token of each piece of the chosen runs; past the end for unused pieces."""
+    """Returns the first token of each piece of the chosen runs; past the end for unused pieces."""
     begins = runs.real & chosen & (runs.place % launch.most == 0)
     count = runs.place.shape[0]
     return jnp.nonzero(begins, size=launch.pieces, fill_value=count)[0].astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 KV cache quantization: a quantized vector consists of columns of `bits` words, each with the 32
 codes that `weight_layout` describes, the words of a column together. A kernel reads the half-words
-h of some columns and unpacks their codes s, bytes e, in fp16 registers; what one load yields stays
+h of some columns and unpacks their codes s, bytes e, in fp16 registers; the result of a load stays
 together in the tile. So a tile holds the numbers of a column of 32 p in another order, which
 queries are permuted to before and results permuted from after:
 
@@ -126,22 +126,22 @@ class PackedKV:
         return self.dim % 16 == 0 and self.dim <= _MOST_PLAIN.get(kind, 0)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(first, count) of the columns of each tile; counts are powers of two."""
+        """Returns (first, count) of the columns of each tile; counts are powers of two."""
         narrow = self.quantized or self.tile_type == jnp.float32
-        most = _WIDEST // self.unit if narrow else self.columns
+        columns_at_once = _WIDEST // self.unit if narrow else self.columns
         pieces, first = [], 0
         while first < self.columns:
-            count = 1 << (min(most, self.columns - first).bit_length() - 1)
+            count = 1 << (min(columns_at_once, self.columns - first).bit_length() - 1)
             pieces.append((first, count))
             first += count
         return pieces
 
     def spans(self) -> list[tuple[int, int]]:
-        """(first, count) of the numbers of each tile."""
+        """Returns (first, count) of the numbers of each tile."""
         return [(first * self.unit, count * self.unit) for first, count in self.pieces()]
 
     def operands(self) -> list[Array]:
-        """The arrays as kernel operands."""
+        """Returns the arrays as kernel operands."""
         if not self.quantized:
             return [self.data]
         lead = self.data.shape[:3]
@@ -152,7 +152,7 @@ class PackedKV:
         ]
 
     def to_tile_order(self, x: Array) -> Array:
-        """Vectors [..., dim] permuted to the order of the tiles, padded with zeros."""
+        """Permutes vectors [..., dim] to the order of the tiles, padded with zeros."""
         if not self.quantized:
             return x
         lead = x.shape[:-1]
@@ -160,13 +160,13 @@ class PackedKV:
         return _swap_pairs(jnp.pad(x, padding))
 
     def from_tile_order(self, x: Array) -> Array:
-        """The inverse of `arranged`."""
+        """Inverts `arranged`."""
         if not self.quantized:
             return x
         return _swap_pairs(x)[..., : self.dim]
 
     def dequantized(self) -> Array:
-        """The vectors dequantized to float32."""
+        """Dequantizes the vectors to float32."""
         if not self.quantized:
             return jnp.asarray(self.data).astype(jnp.float32)
         lead = self.data.shape[:3]
@@ -189,7 +189,7 @@ class PackedKV:
 def load_tiles(
     kept: PackedKV, refs: Sequence[Any], where: tuple[Any, Any, Any], there: Array, *, asm: bool
 ) -> list[Array]:
-    """Inside a kernel: keys or values, a tile [keys, numbers] for each of `kept.spans()`.
+    """Loads keys or values in a kernel: a tile [keys, numbers] for each of `kept.spans()`.
 
     Args:
         refs: of `kept.operands()`.
@@ -207,7 +207,7 @@ def load_tiles(
 def _dequantized(
     kept: PackedKV, refs: Sequence[Any], where: tuple[Any, ...], there: Array, asm: bool
 ) -> Array:
-    """The dequantized tile of some columns, [keys, 32 p columns] of fp16."""
+    """Dequantizes the tile of some columns to fp16, [keys, 32 p columns]."""
     half_words, scales = refs
     keys, columns = there.shape[0], where[-1].size
     shape = (keys, 2 * columns)
@@ -258,7 +258,7 @@ def _dequantize_fraction(
 
 
 def _joined(tiles: list[Array], columns: int) -> Array:
-    """Tiles [keys, 2 columns] joined into one; their number is a power of two."""
+    """Joins tiles [keys, 2 columns] into one tile; their number is a power of two."""
     keys, count = tiles[0].shape[0], len(tiles)
     while len(tiles) > 1:
         half = len(tiles) // 2

@@ -3,7 +3,7 @@
 A program takes a tile of rows (heads of tokens of one run) and copies block after block of the
 cache into shared memory as stored: the 64 keys of a head are contiguous. The softmax is base two
 with an integer maximum, so that rescaling multiplies by a power of two, which is exact: sums are
-the same in whatever order they are merged.
+the same in any order of merging.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def tile_sums(
     softcap: float | None,
     interpret: bool,
 ) -> TileSums:
-    """The partial softmax of each tile, or of each split if `parts` programs share them.
+    """Computes the partial softmax of each tile, or of each split if `parts` programs share them.
 
     Split s of a tile begins at (lowest key >> power) + s splits; splits that a tile does not have
     are not written.
@@ -133,13 +133,13 @@ def tile_sums(
 
 
 def power_of_two(difference: Array) -> Array:
-    """2 ** difference, exactly, for integers up to 0."""
+    """Computes 2 ** difference exactly, for integers up to 0."""
     exponent = jnp.maximum(difference, np.float32(-126)).astype(jnp.int32) + jnp.int32(127)
     return lax.bitcast_convert_type(exponent << jnp.int32(23), jnp.float32)
 
 
 def _kernel(*refs: Any, static: MosaicConfig, count: int) -> None:
-    given, (tables_ref, *pools) = TileRows(*refs[:4]), refs[4:-3]
+    rows_refs, (tables_ref, *pools) = TileRows(*refs[:4]), refs[4:-3]
     outs = TileSums(*refs[-3:])
     keys, values = static.keys, static.keys if static.values is None else static.values
     kind, columns = keys.tile_type, values.dim // _halves(values.dim)
@@ -147,7 +147,13 @@ def _kernel(*refs: Any, static: MosaicConfig, count: int) -> None:
     # Both operands of a matmul have the same layout in shared memory.
     order = mosaic_common.shared_memory_transforms(math.gcd(TOKENS, *dims), 16)
     run = functools.partial(
-        _run, given=given, tables_ref=tables_ref, pools=pools, to=outs, static=static, count=count
+        _run,
+        rows_refs=rows_refs,
+        tables_ref=tables_ref,
+        pools=pools,
+        to=outs,
+        static=static,
+        count=count,
     )
     pl.run_scoped(
         run,
@@ -173,9 +179,9 @@ def _kernel(*refs: Any, static: MosaicConfig, count: int) -> None:
 
 
 def _stages(dims: Sequence[int]) -> list[int]:
-    """Pipeline stages: blocks of keys and of values that fit into shared memory."""
-    beside = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
-    count = mosaic_common.pipeline_stages(2 * TOKENS * sum(dims), beside)
+    """Returns the pipeline stages: blocks of keys and values that fit into shared memory."""
+    fixed_bytes = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
+    count = mosaic_common.pipeline_stages(2 * TOKENS * sum(dims), fixed_bytes)
     return [count] * len(dims) if count > 1 else [2, 1]
 
 
@@ -188,21 +194,21 @@ def _run(
     filled: Sequence[Any],
     ready: Any,
     *,
-    given: TileRows,
+    rows_refs: TileRows,
     tables_ref: Any,
     pools: Sequence[Any],
     to: TileSums,
     static: MosaicConfig,
     count: int,
 ) -> None:
-    """The body of one program, with its shared memory."""
+    """Runs one program, with its shared memory."""
     at, head, part = (lax.axis_index(name) for name in ("tile", "head", "part"))
     columns = pl.ds(_multiple(lax.axis_index("half"), kept.outs.shape[1]), kept.outs.shape[1])
-    sequence, power, lowest, end = (given.tile[at, i] for i in range(4))
+    sequence, power, lowest, end = (rows_refs.tile[at, i] for i in range(4))
     within = (jnp.int32(1) << power) - 1
-    plgpu.copy_gmem_to_smem(given.q.at[at, head], q_tile.at[pl.ds(0, count)], ready)
-    plgpu.copy_gmem_to_smem(given.bounds.at[at], known[0], ready)
-    plgpu.copy_gmem_to_smem(given.changes.at[at, head], known[1], ready)
+    plgpu.copy_gmem_to_smem(rows_refs.q.at[at, head], q_tile.at[pl.ds(0, count)], ready)
+    plgpu.copy_gmem_to_smem(rows_refs.bounds.at[at], known[0], ready)
+    plgpu.copy_gmem_to_smem(rows_refs.changes.at[at, head], known[1], ready)
 
     # The splits of this part, in cache blocks.
     before = lowest >> power
@@ -243,9 +249,9 @@ def _run(
         if static.parts == 1:
             before, summed = _all(kept.highest), _all(kept.total)
             plgpu.commit_smem()  # several threads read a row's numbers
-            most = jnp.maximum(before, highest)
-            old, new = power_of_two(before - most), power_of_two(highest - most)
-            total, highest = summed * old + total * new, most
+            maximum = jnp.maximum(before, highest)
+            old, new = power_of_two(before - maximum), power_of_two(highest - maximum)
+            total, highest = summed * old + total * new, maximum
         kept.highest[...], kept.total[...] = highest, total
         for (first, size), out in zip(spans, sums, strict=True):
             ref = kept.outs.at[:, pl.ds(first, size)]
@@ -293,10 +299,12 @@ def _run(
         left = jnp.where((start & within) == 0, jnp.float32(0), jnp.float32(1))
         highest = highest * left + (1 - left) * np.float32(LOWEST)
         above = jnp.maximum(jnp.max(scores, axis=1), np.float32(LOWEST))
-        most = jnp.maximum(highest, above.astype(jnp.int32).astype(jnp.float32) + 1)
-        weights = jnp.where(sees, jnp.exp2(scores - broadcast_columns(most, TOKENS)), np.float32(0))
+        maximum = jnp.maximum(highest, above.astype(jnp.int32).astype(jnp.float32) + 1)
+        weights = jnp.where(
+            sees, jnp.exp2(scores - broadcast_columns(maximum, TOKENS)), np.float32(0)
+        )
         weights = weights.astype(weights_tile.dtype)
-        scale = power_of_two(highest - most) * left
+        scale = power_of_two(highest - maximum) * left
         total = total * scale + jnp.sum(weights.astype(jnp.float32), axis=1)
         weights_tile[...] = weights
         values = blocks[-1].at[slot_of(-1, i)]
@@ -324,11 +332,11 @@ def _run(
 
         @pl.when((((start + TOKENS) & within) == 0) | (i == steps - 1))
         def finish() -> None:
-            keep(sums, most, total)
+            keep(sums, maximum, total)
             if static.parts > 1:
                 write((start >> power) - before)
 
-        return sums, most, total
+        return sums, maximum, total
 
     lax.fori_loop(0, steps, step, nothing())
     if static.parts == 1:
@@ -336,7 +344,7 @@ def _run(
 
 
 def _product(left: Any, right: Any, columns: int) -> Array:
-    """left @ right, both in shared memory, accumulated in float32."""
+    """Computes left @ right, both in shared memory, accumulated in float32."""
 
     def run(total: Any) -> Array:
         plgpu.wgmma(total, left, right)
@@ -347,7 +355,7 @@ def _product(left: Any, right: Any, columns: int) -> Array:
 
 
 def _halves(width: int) -> int:
-    """Programs that share a value's numbers: sums of 256 would fill all registers."""
+    """Returns the programs that share a value's numbers: sums of 256 would fill all registers."""
     return 1 + (width > _MOST_COLUMNS)
 
 
@@ -356,7 +364,7 @@ def _multiple(number: Array, size: int) -> Any:
 
 
 def _spans(width: int) -> list[tuple[int, int]]:
-    """(first, count) of the columns accumulated at once."""
+    """Returns (first, count) of the columns accumulated at once."""
     return [(first, min(_COLUMNS, width - first)) for first in range(0, width, _COLUMNS)]
 
 

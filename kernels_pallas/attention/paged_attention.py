@@ -16,12 +16,12 @@ from kernels_pallas.attention import grid as pieces
 from kernels_pallas.attention import mosaic, tiles
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
-from kernels_pallas.attention.triton import attend_pieces
-from kernels_pallas.attention.triton_operands import (
+from kernels_pallas.attention.triton import (
     KernelOperands,
     ScoreOperands,
     TokenMetadata,
     TritonConfig,
+    attend_pieces,
 )
 from kernels_pallas.matmul.round_fp16 import round_rows
 from kernels_pallas.triton_ops import DEFAULT, Backend
@@ -40,7 +40,7 @@ def attend(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over the cache, which already holds the new tokens; the result has q's type.
+    """Computes attention over the cache, which has the new tokens; the result has q's type.
 
     Query head h reads key head h * kv_heads // heads. Matmuls use the type of the cached keys (fp16
     for codes); queries and softmax weights are rounded to it. Queries that see no key, and padding,
@@ -80,7 +80,7 @@ def attend_partial(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Attention over the blocks in this pool, by a kernel; table entries may be -1.
+    """Computes attention over the blocks in this pool by a kernel; table entries may be -1.
 
     Args:
         keys, values: of a supported width.
@@ -109,23 +109,23 @@ def _mosaic(
     interpret: bool,
 ) -> tiles.TokenSoftmax:
     factors, q = _factored(q, keys.tile_type)
-    given = (q, factors, keys, values, queries, scores)
-    return tiles.softmax(*given, interpret=interpret)
+    operands = (q, factors, keys, values, queries, scores)
+    return tiles.softmax(*operands, interpret=interpret)
 
 
 def _normalized(found: tiles.TokenSoftmax, sinks: Array | None) -> Array:
-    """Normalized values; sinks take part in the sum; zeros if no key was seen."""
+    """Normalizes values; sinks take part in the sum; zeros if no key was seen."""
     outs, highest, total = found
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
-        most = jnp.maximum(highest, sinks)
-        outs = outs * jnp.exp2(highest - most)[..., None]
-        total = total * jnp.exp2(highest - most) + jnp.exp2(sinks - most)
+        maximum = jnp.maximum(highest, sinks)
+        outs = outs * jnp.exp2(highest - maximum)[..., None]
+        total = total * jnp.exp2(highest - maximum) + jnp.exp2(sinks - maximum)
     return outs / jnp.where(total == 0, 1, total)[..., None]
 
 
 def _checked(queries: QueryBatch, keys: PackedKV) -> QueryBatch:
-    """With invalid rows as padding, and nothing to see beyond the tables."""
+    """Marks invalid rows as padding, and limits keys to the tables."""
     if keys.data.shape[2] != TOKENS:
         raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
     limit = queries.tables.shape[1] * TOKENS - 1
@@ -145,7 +145,7 @@ def _triton(
     *,
     partial: bool = False,
 ) -> tuple[Array, ...]:
-    """By the Triton-style kernels: results, or their partial sums."""
+    """Computes results, or their partial sums, by the Triton-style kernels."""
     count, heads, _ = q.shape
     kv_heads = keys.data.shape[1]
     least = pieces.least_span(keys, values, heads // kv_heads)
@@ -153,7 +153,7 @@ def _triton(
     shape = pieces.AttentionShape(
         count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, heads // kv_heads
     )
-    # A window that begins before the sequence has the splits of a full one.
+    # A window that begins before the sequence has the splits of a full window.
     power = pieces.split_powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
     dtype, numbers = jnp.float32 if partial else q.dtype, keys.to_tile_order(q)
@@ -184,7 +184,7 @@ def _triton(
             asm=not interpret,
             partial=partial,
         )
-        given = KernelOperands(
+        operands = KernelOperands(
             pieces.first_tokens(runs, chosen, launch),
             tokens,
             tables,
@@ -194,7 +194,7 @@ def _triton(
             keys.operands(),
             None if values is None else values.operands(),
         )
-        these = attend_pieces(given, static, dtype, interpret=interpret)
+        these = attend_pieces(operands, static, dtype, interpret=interpret)
         if not outs and launch.parts > 1:  # the merge kernel has written zeros for the others
             outs = list(these)
             continue
@@ -209,7 +209,7 @@ def _triton(
 def _attend_xla(
     q: Array, keys: PackedKV, values: PackedKV | None, queries: QueryBatch, scores: ScoreModifiers
 ) -> Array:
-    """The same in XLA, over everything in the tables at once."""
+    """Computes the same in XLA, over all blocks of the tables at once."""
     count, heads, dim = q.shape
     kv_heads = keys.data.shape[1]
     own = queries.tables[jnp.maximum(queries.rows, 0)]
@@ -252,7 +252,7 @@ def _attend_xla(
 
 
 def _factored(q: Array, dtype: Any) -> tuple[Array | None, Array]:
-    """q in the type it is multiplied in, and the power of two each line was divided by."""
+    """Returns q in the type of the matmul, and the power of two that divided each line."""
     if dtype in (jnp.bfloat16, jnp.float32):
         return None, q.astype(dtype)
     q16, factors = round_rows(q.reshape(-1, q.shape[-1]))

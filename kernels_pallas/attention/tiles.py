@@ -1,7 +1,7 @@
 """Paged attention tiles of the Mosaic GPU kernel: tokens to tiles of rows, and sums back.
 
-The kernel takes whole tiles and returns partial softmax sums of each; XLA gathers the rows before
-it and finishes the softmax after it.
+The kernel computes partial softmax sums of whole tiles; XLA gathers the rows before it and finishes
+the softmax after it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def softmax(
     *,
     interpret: bool,
 ) -> TokenSoftmax:
-    """Attention of each token.
+    """Computes the softmax sums of each token.
 
     Args:
         q: [tokens, heads, dim] of the keys' type.
-        factors: what each line of q was divided by, [tokens * heads].
+        factors: the divisor of each line of q, [tokens * heads].
         queries: checked by `paged_attention`.
         scores: without `by_distance`; sinks are ignored.
     """
@@ -112,7 +112,7 @@ def _rows(
     launch: pieces.KernelLaunch,
     kv_heads: int,
 ) -> TileRows:
-    """The rows of each tile: heads of a token, then those of the next one of the same run."""
+    """Returns the rows of each tile: heads of a token, then of the next token of the run."""
     count, heads, dim = q.shape
     size, tiles = launch.tile.rows, launch.pieces * launch.tiles
     group = heads // kv_heads
@@ -147,7 +147,7 @@ def _rows(
 
 
 def _merged(sums: TileSums, tile: Array) -> TileSums:
-    """The merged splits of each tile, in order: [tiles, kv_heads, rows, ...]."""
+    """Merges the splits of each tile in order: [tiles, kv_heads, rows, ...]."""
     size = sums.outs.shape[3]
     highest, total = sums.highest[..., :size], sums.total[..., :size]
     places = highest.shape[2]
@@ -156,30 +156,30 @@ def _merged(sums: TileSums, tile: Array) -> TileSums:
     _, power, low, end = tile.T
     splits = jnp.where(end > low, ((end - 1) >> power) + 1 - (low >> power), 0)
     there = (jnp.arange(places)[None] < splits[:, None])[:, None, :, None]
-    most = jnp.max(jnp.where(there, highest, LOWEST), axis=2)
-    scale = jnp.where(there, power_of_two(highest - most[:, :, None]), 0)
+    maximum = jnp.max(jnp.where(there, highest, LOWEST), axis=2)
+    scale = jnp.where(there, power_of_two(highest - maximum[:, :, None]), 0)
 
     def added(each: Array) -> Array:
-        """Added in sequence: a row's sum must not depend on the number of splits."""
+        """Adds in sequence, so that a row's sum does not depend on the number of splits."""
         scales = scale.reshape(*scale.shape, *[1] * (each.ndim - 4))
         parts = jnp.where(scales > 0, each, 0) * scales
         return reduce(add, (parts[:, :, place] for place in range(places)))
 
-    return TileSums(added(sums.outs), most, added(total))
+    return TileSums(added(sums.outs), maximum, added(total))
 
 
 def _tokens(
     sums: TileSums, firsts: Array, launch: pieces.KernelLaunch, count: int, group: int
 ) -> TokenSoftmax:
-    """The rows of the tiles as tokens; undefined for tokens without a tile."""
+    """Returns the rows of the tiles as tokens; undefined for tokens without a tile."""
     token = jnp.arange(count, dtype=jnp.int32)
     piece = jnp.maximum(jnp.sum(firsts[None] <= token[:, None], axis=1, dtype=jnp.int32) - 1, 0)
     row = (token - firsts[piece])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
     row = jnp.clip(row, 0, launch.tiles * launch.tile.rows - 1)
     at = piece[:, None] * launch.tiles + row // launch.tile.rows  # [tokens, group]
 
-    def taken(each: Array) -> Array:
+    def combine_pieces(each: Array) -> Array:
         found = each[at, :, row % launch.tile.rows]  # [tokens, group, kv_heads, ...]
         return found.swapaxes(1, 2).reshape(count, -1, *each.shape[3:])
 
-    return TokenSoftmax(*(taken(each) for each in sums))
+    return TokenSoftmax(*(combine_pieces(each) for each in sums))

@@ -1,6 +1,6 @@
 """Paged attention kernels, Triton-style back end: `attend_pieces` and the flash-decoding merge.
 
-Queries, results and sums of splits are addressed by line: a query's is token * heads + head.
+Queries, results and sums of splits are addressed by line: token * heads + head for a query.
 """
 
 from __future__ import annotations
@@ -14,10 +14,79 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.attention.kv_layout import TOKENS, load_tiles
-from kernels_pallas.attention.triton_operands import KernelOperands, TokenMetadata, TritonConfig
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.attention.grid import KernelLaunch
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV, load_tiles
+from kernels_pallas.triton_ops import first_program_id, plt
+
+
+class TokenMetadata(NamedTuple):
+    """Metadata of each token of the batch, int32 [tokens].
+
+    Attributes:
+        rows: its row of the block tables; -1 for padding.
+        positions: in its sequence.
+        low, last: the first and last key it sees.
+        power: its splits are 2 ** power keys each.
+        place: index of its sums among the tokens whose splits are written to memory.
+    """
+
+    rows: Any
+    positions: Any
+    low: Any
+    last: Any
+    power: Any
+    place: Any
+
+
+class ScoreOperands(NamedTuple):
+    """Operands of score modifiers; any may be None.
+
+    Attributes:
+        factors: the divisor of each line of queries.
+        slopes: ALiBi slope of each head.
+        by_distance: [heads, distances], a bias.
+    """
+
+    factors: Any
+    slopes: Any
+    by_distance: Any
+
+
+class KernelOperands(NamedTuple):
+    """The kernel's operands."""
+
+    firsts: Any
+    tokens: TokenMetadata
+    tables: Any
+    q: Any
+    changes: ScoreOperands
+    sinks: Any
+    keys: list[Any]
+    values: list[Any] | None
+
+
+class TritonConfig(NamedTuple):
+    """Compile-time configuration of a kernel; of keys and values only their form.
+
+    With `partial` a block may be -1, which is masked, and results are partial sums.
+    """
+
+    keys: PackedKV
+    values: PackedKV | None
+    heads: int
+    scale: float
+    softcap: float | None
+    lowest: int
+    launch: KernelLaunch
+    splits: int
+    asm: bool
+    partial: bool = False
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Returns (first, count) of the numbers of each tile of the results."""
+        return (self.keys if self.values is None else self.values).spans()
+
 
 _NEVER = -1e30  # masked score: with -inf differences would be NaN
 _FAR = 1 << 30  # past any position
@@ -38,14 +107,14 @@ class SoftmaxSums(NamedTuple):
 
 
 def attend_pieces(
-    given: KernelOperands, static: TritonConfig, dtype: Any, *, interpret: bool
+    operands: KernelOperands, static: TritonConfig, dtype: Any, *, interpret: bool
 ) -> tuple[Array, ...]:
-    """Attention of each token of the pieces, [tokens, heads, padded]; undefined for other tokens.
+    """Computes attention of the pieces' tokens, [tokens, heads, padded]; others are undefined.
 
     If partial: float32 weighted sums of values, maximum scores, sums of weights.
     """
     launch = static.launch
-    count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
+    count, kv_heads = operands.tokens.rows.shape[0], static.keys.data.shape[1]
     width = sum(numbers for _, numbers in static.spans)
     result = [jax.ShapeDtypeStruct((count * static.heads, width), dtype)]
     if static.partial:
@@ -60,9 +129,11 @@ def attend_pieces(
         compiler_params=plt.CompilerParams(num_warps=launch.tile.warps, num_stages=2),
         interpret=interpret,
         name="decode_attention",
-    )(given)
+    )(operands)
     if launch.parts > 1:
-        out = _merge_splits(given.tokens, given.sinks, out, static, result, interpret=interpret)
+        out = _merge_splits(
+            operands.tokens, operands.sinks, out, static, result, interpret=interpret
+        )
     return tuple(jnp.reshape(one, (count, static.heads, *one.shape[1:])) for one in out)
 
 
@@ -75,9 +146,9 @@ def _merge_splits(
     *,
     interpret: bool,
 ) -> list[Array]:
-    """The results, merged from the sums of the splits."""
-    most = max(1, _MERGED // result[0].shape[1])
-    rows = min(1 << (most.bit_length() - 1), 1 << (static.heads - 1).bit_length())
+    """Merges the sums of the splits to results."""
+    max_splits = max(1, _MERGED // result[0].shape[1])
+    rows = min(1 << (max_splits.bit_length() - 1), 1 << (static.heads - 1).bit_length())
     return pl.pallas_call(
         functools.partial(_merge_kernel, static=static, rows=rows),
         out_shape=result,
@@ -88,47 +159,47 @@ def _merge_splits(
     )(tokens, sinks, sums)
 
 
-def _pieces_kernel(given: KernelOperands, *outs: Any, static: TritonConfig) -> None:
+def _pieces_kernel(operands: KernelOperands, *outs: Any, static: TritonConfig) -> None:
     launch, tile = static.launch, static.launch.tile
     heads, kv_heads = static.heads, static.keys.data.shape[1]
-    group, count = heads // kv_heads, given.tokens.rows.shape[0]
+    group, count = heads // kv_heads, operands.tokens.rows.shape[0]
     piece, head, part = first_program_id(asm=static.asm), pl.program_id(1), pl.program_id(2)
-    first = given.firsts[piece // launch.tiles]
+    first = operands.firsts[piece // launch.tiles]
     known = jnp.minimum(first, count - 1)
-    sequence, power = given.tokens.rows[known], given.tokens.power[known]
+    sequence, power = operands.tokens.rows[known], operands.tokens.power[known]
 
-    # Rows of the tile: heads of a token, then those of the next one of the same run.
+    # Rows of the tile: heads of a token, then of the next token of the run.
     row = piece % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
     token = jnp.minimum(first + row // group, count - 1)
     inside = (row < launch.most * group) & (first + row // group < count)
-    inside &= _at(given.tokens.rows, token, inside, -1) == sequence
-    inside &= _at(given.tokens.power, token, inside, 0) == power
+    inside &= _at(operands.tokens.rows, token, inside, -1) == sequence
+    inside &= _at(operands.tokens.power, token, inside, 0) == power
     low, last = (
         _at(ref, token, inside, other)
-        for ref, other in ((given.tokens.low, _FAR), (given.tokens.last, -1))
+        for ref, other in ((operands.tokens.low, _FAR), (operands.tokens.last, -1))
     )
     query_head = head * group + row % group
     line = token * heads + query_head
-    q = [_tile(given.q, line, span, inside) for span in static.keys.spans()]
-    change = _score_modifier(given, static, line, token, query_head, inside)
+    q = [_tile(operands.q, line, span, inside) for span in static.keys.spans()]
+    change = _score_modifier(operands, static, line, token, query_head, inside)
 
-    size, blocks = tile.keys, given.tables.shape[1]
+    size, blocks = tile.keys, operands.tables.shape[1]
     sequence, lowest, end = jnp.maximum(sequence, 0), jnp.min(low), jnp.max(last) + 1
 
     def block_of(start: Array) -> Array:
-        return given.tables[sequence, jnp.minimum(start // TOKENS, blocks - 1)]
+        return operands.tables[sequence, jnp.minimum(start // TOKENS, blocks - 1)]
 
     # The splits of this part, in steps aligned to their size.
     before, within = lowest >> power, (1 << power) - 1
     each = (jnp.maximum(((end - 1) >> power) + 1 - before, 0) + launch.parts - 1) // launch.parts
     begin = jnp.maximum((before + part * each) << power, lowest // size * size)
     stop = jnp.minimum((before + (part + 1) * each) << power, end)
-    place = _at(given.tokens.place, token, inside, 0)
+    place = _at(operands.tokens.place, token, inside, 0)
 
     def keep(sums: SoftmaxSums, start: Array) -> None:
         """Writes the sums of this step's split."""
         index = start >> power
-        # Splits that a row does not see would overwrite its other ones.
+        # Splits that a row does not see would overwrite its other splits.
         mine = inside & (index >= low >> power) & (index <= last >> power)
         at = (place * static.splits + index % static.splits) * heads + query_head
         _store_sums(outs, at, static, sums, mine)
@@ -145,10 +216,10 @@ def _pieces_kernel(given: KernelOperands, *outs: Any, static: TritonConfig) -> N
             block = jnp.maximum(block, 0)
         offset = 0 if size == TOKENS else start % TOKENS
         where = (block, head, pl.ds(offset, size))
-        k = load_tiles(static.keys, given.keys, where, there, asm=static.asm)
+        k = load_tiles(static.keys, operands.keys, where, there, asm=static.asm)
         v = k
-        if static.values is not None and given.values is not None:
-            v = load_tiles(static.values, given.values, where, there, asm=static.asm)
+        if static.values is not None and operands.values is not None:
+            v = load_tiles(static.values, operands.values, where, there, asm=static.asm)
         scores = jnp.zeros((tile.rows, size), jnp.float32)
         for left, right in zip(q, k, strict=True):
             scores += _dot(left, right, trans_b=True)
@@ -158,18 +229,18 @@ def _pieces_kernel(given: KernelOperands, *outs: Any, static: TritonConfig) -> N
         scores = jnp.where(sees, change(scores, places, sees), np.float32(_NEVER))
         fresh = (start & within) == 0
         highest = jnp.where(fresh, np.float32(_NEVER), sums.highest)
-        most = jnp.maximum(highest, jnp.max(scores, axis=1))
-        weights = jnp.where(sees, jnp.exp(scores - most[:, None]), np.float32(0))
-        scale = jnp.where(fresh, np.float32(0), jnp.exp(highest - most))[:, None]
-        # Tensor cores sum the weights too: in the same order whatever the tile's rows are. With
-        # more columns than rows its warps are side by side, as in the other matmuls.
+        maximum = jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights = jnp.where(sees, jnp.exp(scores - maximum[:, None]), np.float32(0))
+        scale = jnp.where(fresh, np.float32(0), jnp.exp(highest - maximum))[:, None]
+        # Tensor cores sum the weights too: in the same order for any rows of the tile. With more
+        # columns than rows its warps divide columns, as in the other matmuls.
         ones = jnp.ones((size, 2 * tile.rows), v[0].dtype)
         sums = SoftmaxSums(
             tuple(
                 out * scale + _dot(weights.astype(right.dtype), right)
                 for out, right in zip(sums.outs, [*v, ones], strict=True)
             ),
-            most,
+            maximum,
         )
         ends = ((start + size) & within == 0) | (start + size >= stop)
         if whole is None:
@@ -183,7 +254,7 @@ def _pieces_kernel(given: KernelOperands, *outs: Any, static: TritonConfig) -> N
     state = nothing, nothing if launch.parts == 1 else None, block_of(begin)
     whole = lax.fori_loop(0, steps, step, state)[1]
     if whole is not None:
-        sinks = None if given.sinks is None else _at(given.sinks, query_head, inside, 0.0)
+        sinks = None if operands.sinks is None else _at(operands.sinks, query_head, inside, 0.0)
         _store_results(outs, line, static, _summed(whole), sinks, inside)
 
 
@@ -224,22 +295,22 @@ def _merge_kernel(
 
 
 def _score_modifier(
-    given: KernelOperands,
+    operands: KernelOperands,
     static: TritonConfig,
     line: Array,
     token: Array,
     head: Array,
     inside: Array,
 ) -> Any:
-    """The function that modifies scores."""
-    factors, slopes, by_distance = given.changes
+    """Returns the function that modifies scores."""
+    factors, slopes, by_distance = operands.changes
     factor: Any = np.float32(static.scale)
     if factors is not None:
         factor = (_at(factors, line, inside, 0.0) * factor)[:, None]
     if slopes is not None:
         slopes = _at(slopes, head, inside, 0.0)[:, None]
     near = slopes is not None or by_distance is not None
-    position = _at(given.tokens.positions, token, inside, 0) if near else None
+    position = _at(operands.tokens.positions, token, inside, 0) if near else None
 
     def change(scores: Array, place: Array, sees: Array) -> Array:
         scores = scores * factor
@@ -260,36 +331,36 @@ def _score_modifier(
 
 
 def _empty_softmax(rows: int, static: TritonConfig) -> SoftmaxSums:
-    """The softmax over no keys."""
+    """Returns the softmax over no keys."""
     counts = [*(count for _, count in static.spans), 2 * rows]
     outs = tuple(jnp.zeros((rows, count), jnp.float32) for count in counts)
     return SoftmaxSums(outs, jnp.full((rows,), _NEVER, jnp.float32))
 
 
 def _summed(sums: SoftmaxSums) -> SoftmaxSums:
-    """With the sum of weights [rows] in place of equal columns of it."""
+    """Replaces equal columns of the sum of weights by one, [rows]."""
     *outs, ones = sums.outs
     return SoftmaxSums((*outs, jnp.max(ones, axis=1)), sums.highest)
 
 
 def _merged(a: SoftmaxSums, b: SoftmaxSums) -> SoftmaxSums:
-    """The softmax over the keys of both."""
-    most = jnp.maximum(a.highest, b.highest)
-    scales = jnp.exp(a.highest - most), jnp.exp(b.highest - most)
+    """Merges softmax sums over disjoint keys."""
+    maximum = jnp.maximum(a.highest, b.highest)
+    scales = jnp.exp(a.highest - maximum), jnp.exp(b.highest - maximum)
     outs = []
     for left, right in zip(a.outs, b.outs, strict=True):
         x, y = (scale.reshape(-1, *[1] * (left.ndim - 1)) for scale in scales)
         outs.append(left * x + right * y)
-    return SoftmaxSums(tuple(outs), most)
+    return SoftmaxSums(tuple(outs), maximum)
 
 
 def _finished(sums: SoftmaxSums, sinks: Array | None) -> tuple[Array, ...]:
-    """The normalized values; sinks take part in the sum; zeros if no key was seen."""
+    """Normalizes values; sinks take part in the sum; zeros if no key was seen."""
     *outs, total = sums.outs
     if sinks is not None:
-        most = jnp.maximum(sums.highest, sinks)
-        scale = jnp.exp(sums.highest - most)
-        total = total * scale + jnp.exp(sinks - most)
+        maximum = jnp.maximum(sums.highest, sinks)
+        scale = jnp.exp(sums.highest - maximum)
+        total = total * scale + jnp.exp(sinks - maximum)
         outs = [out * scale[:, None] for out in outs]
     total = jnp.where(total == 0, np.float32(1), total)[:, None]
     return tuple(out / total for out in outs)
@@ -319,7 +390,7 @@ def _store_sums(
 
 
 def _store(ref: Any, line: Array, static: TritonConfig, outs: Any, mask: Array) -> None:
-    # A masked line must not alias another one: interpret mode writes back what it read.
+    # A masked line must not alias another: interpret mode writes back the numbers it read.
     line = jnp.where(mask, line, ref.shape[0])
     for out, span in zip(outs, static.spans, strict=True):
         where, full = _places(line, span, mask)
@@ -327,20 +398,20 @@ def _store(ref: Any, line: Array, static: TritonConfig, outs: Any, mask: Array) 
 
 
 def _tile(ref: Any, line: Array, span: tuple[int, int], mask: Array) -> Array:
-    """Numbers of some lines [lines, count], zeros where masked."""
+    """Loads numbers of some lines [lines, count], zeros where masked."""
     where, full = _places(line, span, mask)
     return plt.load(ref.at[where], mask=full, other=np.zeros((), ref.dtype))
 
 
 def _places(line: Array, span: tuple[int, int], mask: Array) -> tuple[tuple[Array, Array], Array]:
-    """The indices of a tile, both as arrays (interpret mode needs it), and its mask."""
+    """Returns a tile's indices, both as arrays for interpret mode, and its mask."""
     shape = (line.shape[0], span[1])
     column = span[0] + lax.broadcasted_iota(jnp.int32, shape, 1)
     return (jnp.broadcast_to(line[:, None], shape), column), jnp.broadcast_to(mask[:, None], shape)
 
 
 def _at(ref: Any, index: Array, mask: Array, other: float) -> Array:
-    """ref[index], or `other` where masked."""
+    """Loads ref[index], or `other` where masked."""
     return plt.load(ref.at[index], mask=mask, other=np.asarray(other, ref.dtype))
 
 

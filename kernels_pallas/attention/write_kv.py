@@ -1,7 +1,7 @@
 """KV cache write kernel: sums split-K partial results of q, k and v, applies RoPE, and writes.
 
 A program takes one head of one token. It reads each rotated number and its partner, so that threads
-exchange nothing.
+need no exchange.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from kernels_pallas.matmul.prologue import (
     read_row,
     store,
 )
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -57,7 +56,7 @@ class HeadVectors(NamedTuple):
     """Vectors of new tokens, [tokens, heads, size].
 
     Attributes:
-        operands: what they are computed from, as rows of heads * size numbers.
+        operands: operands of `compute`, as rows of heads * size numbers.
         compute: element-wise, without reductions.
         heads, size: heads per token, numbers per head.
         rotation: None: not rotated.
@@ -90,7 +89,7 @@ def write_kv(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads size"], Array, Array]:
-    """Queries, and the pools with the new keys and values; padding is not written.
+    """Returns queries, and the pools with the new keys and values; padding is not written.
 
     Args:
         keys, values: donated.
@@ -182,15 +181,15 @@ def _kernel(
 def _vector(
     refs: Sequence[Any], part: _HeadConfig, token: Array, head: Array, inner: Array, inside: Array
 ) -> Array:
-    """A head's numbers, rotated."""
+    """Returns a head's rotated numbers."""
     width, start = part.heads * part.size, head * part.size
 
     def at(place: Array) -> Array:
-        given = [
+        vectors = [
             read_row(ref, form, token, width, start + place, inside)
             for ref, form in zip(refs, part.forms, strict=False)
         ]
-        return jnp.broadcast_to(part.compute(given, _NOTHING)[0], inner.shape)
+        return jnp.broadcast_to(part.compute(vectors, _NOTHING)[0], inner.shape)
 
     own = at(inner)
     if not part.pairs:
@@ -215,7 +214,7 @@ def _vector(
 def _place(
     rows_ref: Any, positions_ref: Any, tables_ref: Any, pool: Any, token: Array
 ) -> tuple[Array, Array, Array]:
-    """Block and offset of a token, and whether this pool has it."""
+    """Returns block and offset of a token, and whether this pool has it."""
     row, position = rows_ref[token], positions_ref[token]
     rows, blocks = tables_ref.shape
     size = pool.shape[2]

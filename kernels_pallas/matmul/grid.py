@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
 LARGEST = 128
-_LEAST_ROWS = 8  # of x in a tile: the least tensor cores take
+_LEAST_ROWS = 8  # rows of x in a tile: the minimum of tensor cores
 SMALL_ROWS = 16  # up to this, a tile has few outputs
 _FEW_ROWS = 32  # up to this, superblocks are prefetched
 _SHARED_MEMORY = 227 << 10  # bytes per multiprocessor available to programs
@@ -22,7 +22,7 @@ _SHARED_MEMORY = 227 << 10  # bytes per multiprocessor available to programs
 
 @dataclass(frozen=True)
 class Tiling:
-    """One program computes [rows, outputs] of y over a part of the inputs.
+    """Tiling: a program computes [rows, outputs] of y over a part of the inputs.
 
     Attributes:
         outputs: rows of the matrix in a tile; a power of two, at least 16.
@@ -44,7 +44,7 @@ class Tiling:
 
 
 def choose_tiling(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: int) -> Tiling:
-    """The tiling for x [rows, inputs], tuned on an H200.
+    """Chooses the tiling for x [rows, inputs], tuned on an H200.
 
     Up to 16 rows two warps compute 32 outputs: several programs fit on a multiprocessor and hide
     each other's latencies; while all programs of a call fit, more is prefetched. Up to 32 rows 64
@@ -62,22 +62,22 @@ def choose_tiling(rows: int, outputs: int, superblocks: int, *, smallest: int, b
     widest = 32 if small else 64 if few else LARGEST
     tile = min(widest, 1 << (smallest.bit_length() - 1))
     programs = -(-outputs // tile) * -(-rows // tile_rows)
-    wanted = MULTIPROCESSORS if small else 2 * MULTIPROCESSORS
+    min_programs = MULTIPROCESSORS if small else 2 * MULTIPROCESSORS
     split = 1
-    while split < superblocks and programs * split < wanted:
+    while split < superblocks and programs * split < min_programs:
         split *= 2
     split = min(split, superblocks)
     if not small:
         return Tiling(tile, tile_rows, split, 8 if tile == LARGEST else 4, 2 if few else 1)
     # Bytes of a superblock: words, block numbers, and x in fp16; for one less than the stages.
     loaded = tile * 128 * (bits + 1) + 2 * 1024 * tile_rows
-    beside = _SHARED_MEMORY // (2 * loaded)
-    fits = programs * split <= beside * MULTIPROCESSORS
+    programs_per_sm = _SHARED_MEMORY // (2 * loaded)
+    fits = programs * split <= programs_per_sm * MULTIPROCESSORS
     return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains=2)
 
 
 def row_tiles(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
-    """For each tile of rows: the matrix of the stack, its first row, and its number of rows."""
+    """Returns each row tile's matrix of the stack, first row, and number of rows."""
     first = jnp.arange(0, rows, size, dtype=jnp.int32)
     present = jnp.minimum(rows - first, size)
     return jnp.stack([jnp.broadcast_to(index, first.shape), first, present])

@@ -1,4 +1,4 @@
-"""Quantized matmul kernel, Mosaic GPU back end, on the same weight layout as the Triton-style one.
+"""Quantized matmul kernel, Mosaic GPU back end, on the Triton-style back end's weight layout.
 
 A program copies superblock after superblock of 64 rows of a matrix into shared memory, with block
 numbers and x, dequantizes in registers and feeds the tensor cores (WGMMA) from there. If a block is
@@ -39,10 +39,10 @@ def takes(matrix: PackedMatrix) -> bool:
 
 
 def fit_tiling(tiling: Tiling, rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
-    """The tiling adapted to this kernel's tiles.
+    """Adapts the tiling to this kernel's tiles.
 
     Args:
-        rows: of x that meet one matrix.
+        rows: rows of x per matrix.
         matrices: two superblocks of wide codes leave shared memory for fewer rows.
     """
     wide = max(matrix.bits for matrix in matrices) >= _MANY_BITS
@@ -77,7 +77,7 @@ def product(
 
 
 def _one(x: Array, which: Array, packed: PackedMatrix, tiling: Tiling, interpret: bool) -> Array:
-    """The matmul of each tile of x [tiles, rows, inputs]."""
+    """Multiplies each tile of x [tiles, rows, inputs]."""
     tiles, rows, _ = x.shape
     numbers, of_tiles = _numbers(packed, which[0])
     where = jnp.concatenate([which[:1], which[2:]])
@@ -95,9 +95,9 @@ def _one(x: Array, which: Array, packed: PackedMatrix, tiling: Tiling, interpret
 
 
 def _numbers(packed: PackedMatrix, index: Array) -> tuple[Array, bool]:
-    """Each column's scale and base, or its scale twice, [matrices, outputs, superblocks * 64].
+    """Returns each column's scale and base, or scale twice, [matrices, outputs, superblocks * 64].
 
-    And whether matrices are those of tiles instead of the stack's.
+    Also returns whether matrices are one per tile instead of the stack's.
     """
     (numbers,) = packed.numbers()
     each = packed.block // 32 * (2 if packed.symmetric else 1)
@@ -171,7 +171,7 @@ def _run(
     tiling: Tiling,
     of_tiles: bool,
 ) -> None:
-    """The body of one program, with its shared memory."""
+    """Runs one program, with its shared memory."""
     tile, part = lax.axis_index("tile"), lax.axis_index("part")
     index, present = which_ref[0, tile], which_ref[1, tile]
     # The last tile of a matrix begins earlier if outputs do not divide.
@@ -242,4 +242,4 @@ def _multiply(
                 factor = staged[0] if staged else w
                 x = x_ref.at[:, pl.ds(at, width)].transpose((1, 0))
                 plgpu.wgmma(total_ref, factor, x)
-                plgpu.wgmma_wait(0 if staged else 1)  # the previous one has read its registers
+                plgpu.wgmma_wait(0 if staged else 1)  # the previous matmul has read its registers

@@ -1,8 +1,8 @@
 """Fused matmul prologue kernel: norm, residual sum or gate, rounding to fp16 and layout of x.
 
-What precedes a matmul is mostly row-wise. A program takes a row, computes it in registers, finds
-its power-of-two scale and writes it as fp16 in the order of `weight_layout.arrange_inputs`. As XLA
-operations these would be several kernels.
+Operations before a matmul are mostly row-wise. A program takes a row, computes it in registers,
+finds its power-of-two scale and writes it as fp16 in the order of `weight_layout.arrange_inputs`.
+As XLA operations these would be several kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.matmul.round_fp16 import row_scale
 from kernels_pallas.matmul.weight_layout import PackedMatrix
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
 
 LONGEST = 1 << 15  # max width of a row in registers
 _SUPERBLOCK = 1024
@@ -65,7 +64,7 @@ class PreparedRows(NamedTuple):
 
 
 def identity(values: Sequence[Array], _: Reductions) -> Sequence[Array]:
-    """The `Compute` of rows that exist already: the identity."""
+    """The identity, a `Compute` for existing rows."""
     return values[:1]
 
 
@@ -89,7 +88,7 @@ def prepare_rows(
     Args:
         compute: x, then further results.
         rows: of the result.
-        like: a matrix that x is multiplied with; `fits(like.inputs)`.
+        like: a matrix that x is multiplied by; `fits(like.inputs)`.
         extra: types of the further results.
         apart: each superblock has its own program and scale; without reductions.
 
@@ -123,7 +122,7 @@ def prepare_rows(
     )(*(operand.array.reshape(-1) for operand in operands))
     x = x.reshape(rows, superblocks, like.per_code * 16, 2 * like.columns)
     factors = factors.reshape(rows, superblocks) if apart else factors
-    return PreparedRows(x, factors), tuple(other.reshape(rows, width) for other in others)
+    return PreparedRows(x, factors), tuple(extra.reshape(rows, width) for extra in others)
 
 
 class OperandForm(NamedTuple):
@@ -142,7 +141,7 @@ class OperandForm(NamedTuple):
 def read_row(
     ref: Any, form: OperandForm, row: Array, width: int, place: Array, inside: Array
 ) -> Array:
-    """Inside a kernel: an operand's numbers at some positions of a row of `width`."""
+    """Loads, in a kernel, an operand's numbers at some positions of a row of `width`."""
 
     def line(number: Any) -> Array:
         return plt.load(ref.at[number * width + place], mask=inside, other=np.zeros((), ref.dtype))
@@ -160,7 +159,7 @@ def read_row(
 
 
 def _tile(width: int) -> int:
-    """Numbers of a row in registers: a power of two, whole superblocks."""
+    """Returns the numbers of a row in registers: a power of two, whole superblocks."""
     return max(_SUPERBLOCK, 1 << (width - 1).bit_length())
 
 
@@ -192,7 +191,7 @@ def _kernel(
         read_row(ref, form, row, width, place, inside)
         for ref, form in zip(refs, operands, strict=False)
     ]
-    x, *wanted = compute(values, reductions)
+    x, *extra_outputs = compute(values, reductions)
     x = jnp.where(inside, whole(x), np.float32(0))
     factor = row_scale(jnp.max(jnp.abs(x)))
     factors_ref[row * parts + part] = factor
@@ -201,14 +200,14 @@ def _kernel(
     x16 = x16.transpose(0, 1, 3, 5, 2, 4).reshape(tile)
     to = (row * like.padded_inputs + place,)
     store(x_ref, to, x16, place < like.padded_inputs, interpret)
-    for ref, other in zip(others, wanted, strict=True):
-        other = jnp.broadcast_to(other, (tile,)).astype(ref.dtype)
-        store(ref, (row * width + place,), other, inside, interpret)
+    for ref, extra in zip(others, extra_outputs, strict=True):
+        extra = jnp.broadcast_to(extra, (tile,)).astype(ref.dtype)
+        store(ref, (row * width + place,), extra, inside, interpret)
 
 
 def store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
-    """Inside a kernel: writes some numbers of an array."""
+    """Writes, in a kernel, some numbers of an array."""
     first, *others = places
-    # A masked index must not alias another one: interpret mode writes back what it read.
+    # A masked index must not alias another: interpret mode writes back the numbers it read.
     first = jnp.where(mask, first, ref.shape[0]) if interpret else first
     plt.store(ref.at[(first, *others)], value, mask=mask)

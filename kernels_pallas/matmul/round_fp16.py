@@ -17,7 +17,7 @@ _LARGEST = 512.0  # magnitude of a row, so that neither it nor its small numbers
 def round_rows(
     x: Float[Array, "rows inputs"],
 ) -> tuple[Float[Array, "rows inputs"], Float[Array, " rows"]]:
-    """x in fp16, and the power of two each row was divided by to stay in its range."""
+    """Rounds x to fp16; returns it and the power of two that divided each row."""
     x = x.astype(jnp.float32)
     factor = row_scale(jnp.max(jnp.abs(x), axis=1))
     return (x / factor[:, None]).astype(jnp.float16), factor
@@ -26,7 +26,7 @@ def round_rows(
 def rounded_matmul(
     x: Float[Array, "rows inputs"], weights: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """x @ weights.T in XLA, with x rounded and the weights in fp16, added up in float32."""
+    """Computes x @ weights.T in XLA, x rounded and weights in fp16, accumulated in float32."""
     x16, factors = round_rows(x)
     contracted = (((1,), (1,)), ((), ()))
     y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
@@ -34,7 +34,7 @@ def rounded_matmul(
 
 
 def row_scale(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """The power of two that rows with these maximum magnitudes are divided by."""
+    """Returns the power of two that divides rows with these maximum magnitudes."""
     exponent = lax.bitcast_convert_type(highest, jnp.uint32) & np.uint32(0x7F800000)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
     return jnp.where(power > 0, power, np.float32(1)) / np.float32(_LARGEST)

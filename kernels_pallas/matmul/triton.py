@@ -18,11 +18,114 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul import codebook, unpack
+from kernels_pallas.matmul import unpack
 from kernels_pallas.matmul.grid import Tiling
+from kernels_pallas.matmul.unpack import byte_of, fma_by, ptx
 from kernels_pallas.matmul.weight_layout import CODES, PackedMatrix
-from kernels_pallas.pdl import first_program_id
-from kernels_pallas.triton_ops import plt
+from kernels_pallas.triton_ops import first_program_id, plt
+
+_TIMES = 4  # of each register in a table
+
+
+def table(values: Sequence[int]) -> np.ndarray:
+    """Returns four registers with the bytes of 16 values, and one with the filler bytes: uint16.
+
+    Each is stored four times, so that every thread holding columns reads another address: a value
+    read by all threads would be kept in uniform registers, which `prmt` does not support.
+    """
+    found, upper = _bytes(values)
+    filler = np.full(4, 0 if upper else 0x64, np.uint8)
+    registers = np.concatenate([found, filler]).view("<u4")
+    return registers.repeat(_TIMES).view("<u2")
+
+
+def tiles(ref: Any, shape: tuple[int, ...]) -> list[Array]:
+    """Loads the registers of `table`, each as a tile of this shape."""
+    size = 2 * _TIMES
+    spread = (shape[0], shape[1] // size, size)
+    return [
+        lax.broadcast_in_dim(ref[pl.ds(size * n, size)], spread, (2,)).reshape(shape)
+        for n in range(ref.shape[0] // size)
+    ]
+
+
+def look_up(
+    words: Sequence[Array], values: Sequence[int], registers: Sequence[Array], *, asm: bool
+) -> Iterator[tuple[int, int, Array]]:
+    """Yields (s, e, the codes' values in fp16) for the 16 slices of a superblock.
+
+    Args:
+        words: uint16 [rows, 2 G] for each of 4 words.
+        values: of the codes, in -128..127.
+        registers: from `tiles`, if `asm` is true.
+    """
+    found, upper = _bytes(values)
+    for byte, word in enumerate(words):
+        pairs = (
+            _both(word, registers)
+            if asm
+            else [_one(word >> np.uint16(8 * e), found) for e in (0, 1)]
+        )
+        for e in range(2):
+            for high in range(2):
+                yield byte + 4 * high, e, _value(pairs[e], high, upper, registers, asm)
+
+
+def _bytes(values: Sequence[int]) -> tuple[np.ndarray, bool]:
+    """Returns uint8 [16] for the values, and whether they are upper bytes of fp16."""
+    halves = np.asarray(values, np.float16).view(np.uint16)
+    if not np.any(halves & 0xFF):
+        return (halves >> 8).astype(np.uint8), True
+    return np.asarray([value + 128 for value in values], np.uint8), False
+
+
+def _both(word: Array, registers: Sequence[Array]) -> list[Array]:
+    """Returns the values of the codes in the low bytes of half-words, then in the high bytes.
+
+    Bytes 0 and 2 are put before 1 and 3: `prmt` reads the lowest four indices of a register, which
+    then belong to the same byte of both half-words.
+    """
+    order = ".reg .b32 t; prmt.b32 t, $1, $1, 0x3120;"
+    which = ptx(order + "and.b32 $0, t, 0x77777777;", [word])
+    side = "shr.b32 t, t, 1; lop3.b32 $0, t, 0x44444444, 0x32103210, 0xEA;"
+    sides = ptx(order + side, [word])
+    look = "prmt.b32 x, $3, $4, w; prmt.b32 y, $5, $6, w; prmt.b32 $0, x, y, s;"
+    return [
+        ptx(
+            f".reg .b32 w, s, x, y; shr.b32 w, $1, {16 * e}; shr.b32 s, $2, {16 * e};" + look,
+            [which, sides, *registers[:4]],
+        )
+        for e in range(2)
+    ]
+
+
+def _one(codes: Array, found: np.ndarray) -> Array:
+    """Returns the values of the codes in the low byte of each half-word."""
+    low, high = (_chosen(codes >> np.uint16(shift), found) for shift in (0, 4))
+    return low | high << np.uint16(8)
+
+
+def _chosen(codes: Array, found: np.ndarray) -> Array:
+    """Looks up by a tree of selects, one for each of the four lowest bits."""
+    left: list[Any] = [np.uint16(byte) for byte in found]
+    for bit in range(4):
+        odd = (codes >> np.uint16(bit)) & np.uint16(1) != np.uint16(0)
+        pairs = zip(left[::2], left[1::2], strict=True)
+        left = [jnp.where(odd, second, first) for first, second in pairs]
+    return left[0]
+
+
+def _value(pair: Array, high: int, upper: bool, registers: Sequence[Array], asm: bool) -> Array:
+    """Returns the value of the low or high byte of each half-word."""
+    if asm:
+        selector = (0x3414 if high else 0x2404) if upper else (0x4341 if high else 0x4240)
+        found = ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", [pair, registers[4]])
+    elif upper:
+        byte = pair & np.uint16(0xFF00) if high else pair << np.uint16(8)
+        found = lax.bitcast_convert_type(byte, jnp.float16)
+    else:
+        found = byte_of(pair, high, asm=asm)
+    return found if upper else fma_by(found, 1.0, -1152.0, asm=asm)
 
 
 def product(
@@ -34,12 +137,12 @@ def product(
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
-    """x times the transpose of each matrix, as split-K partial sums.
+    """Computes x @ matrix.T of each matrix, as split-K partial sums.
 
     Args:
         x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order.
-        factors: float32 [rows]: what each row of the result is multiplied by; or [rows,
-            superblocks]: what each superblock's share of it is.
+        factors: float32 [rows]: factor of each row of the result; or [rows, superblocks]: factor of
+            each superblock's share of it.
         which: int32 [3, tiles]: for each tile of rows the matrix of its stack, its first row, and
             its number of rows; only these are read and written. None: all rows use the only matrix
             of each stack; no load then waits for this one.
@@ -74,8 +177,8 @@ def product(
 
 
 def operands(matrix: PackedMatrix) -> list[Array]:
-    """The arrays of a matrix: words, block numbers, and the table of a codebook."""
-    tables = [] if matrix.codebook is None else [jnp.asarray(codebook.table(matrix.codebook))]
+    """Returns the arrays of a matrix: words, block numbers, and the table of a codebook."""
+    tables = [] if matrix.codebook is None else [jnp.asarray(table(matrix.codebook))]
     return [matrix.half_words(), *matrix.numbers(), *tables]
 
 
@@ -90,9 +193,9 @@ def _kernel(
     tiling: Tiling,
     asm: bool,
 ) -> None:
-    given = iter(refs)
-    parts = [tuple(islice(given, count)) for count in counts]
-    outs = tuple(given)
+    ref_iterator = iter(refs)
+    parts = [tuple(islice(ref_iterator, count)) for count in counts]
+    outs = tuple(ref_iterator)
     tile, part = first_program_id(asm=asm), pl.program_id(2)
     if which_ref is None:
         index, row = jnp.int32(0), pl.program_id(1) * tiling.rows
@@ -134,11 +237,11 @@ def _accumulate(
     asm: bool,
     factors_ref: Any,
 ) -> Array:
-    """The sum [outputs, rows] of a tile, over a part of the superblocks.
+    """Computes the sum [outputs, rows] of a tile, over a part of the superblocks.
 
     Args:
-        factors_ref: float32 [rows, superblocks]: what each superblock's share is multiplied by;
-            None: the sum is not scaled here.
+        factors_ref: float32 [rows, superblocks]: factor of each superblock's share; None: the sum
+            is not scaled here.
     """
     index, outputs, rows, present, part = where
     words_ref, *number_refs = refs
@@ -180,10 +283,10 @@ def weights(
     table_ref: Any,
     asm: bool,
 ) -> Iterator[tuple[int, Array]]:
-    """The weights of each slice of a superblock, and its position in x."""
+    """Yields the weights of each slice of a superblock, and its position in x."""
     if packed.codebook is not None:
-        table = codebook.tiles(table_ref, words[0].shape) if asm else []
-        for s, e, value in codebook.look_up(words, packed.codebook, table, asm=asm):
+        table = tiles(table_ref, words[0].shape) if asm else []
+        for s, e, value in look_up(words, packed.codebook, table, asm=asm):
             of_block = numbers[s * packed.parts // CODES]
             yield 2 * s + e, unpack.multiply(value, of_block.times, asm=asm)
         return
@@ -197,7 +300,7 @@ def weights(
 def numbers_of(
     packed: PackedMatrix, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
 ) -> list[unpack.ScaleAndBase]:
-    """Scales and bases for `unpack.weights`, by half of a superblock or by block of a column."""
+    """Returns scales and bases for `unpack.weights`, by superblock half or by column block."""
     # A codebook's values are multiplied by the scale as whole codes are.
     levels = packed.levels if packed.codebook is None else 256
     kind = levels, packed.symmetric
@@ -222,7 +325,7 @@ def numbers_of(
 def _tile(
     ref: Any, where: tuple[Array, Any, Array], part: tuple[int, int], numbers: int, width: int
 ) -> Array:
-    """Numbers of each column's block, [outputs, width]: several in turn, or one twice.
+    """Loads the numbers of each column's block, [outputs, width]: several in turn, or one twice.
 
     Broadcast rather than gathered: Triton then prefetches them with the words.
 

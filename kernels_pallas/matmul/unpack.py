@@ -43,7 +43,7 @@ class ScaleAndBase(NamedTuple):
 
 
 def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple[int, int, Array]]:
-    """(s, e, f) for the 16 slices of a superblock.
+    """Yields (s, e, f) for the 16 slices of a superblock.
 
     f is 1 + q / 2**bits in fp16; at 8 bits, where that would cost `weight` accuracy, 1024 + q.
 
@@ -65,7 +65,7 @@ def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple
 
 
 def whole_fraction(word: Array, bits: int, low: int, e: int, *, asm: bool) -> Array:
-    """`fractions` of the slice whose codes lie whole in one word's bytes, from their bit `low` on.
+    """Computes `fractions` of the slice whose codes lie in one word's bytes, from bit `low` on.
 
     Args:
         word: uint16 [rows, 2 G].
@@ -88,7 +88,7 @@ def _fraction(
 def prepare_scales(
     tile: Array, levels: int, symmetric: bool, half: int, *, asm: bool
 ) -> ScaleAndBase:
-    """The numbers for `weights` from the tile of a superblock's half, once for all its slices.
+    """Prepares the numbers for `weights` from the tile of a superblock's half, for all slices.
 
     Args:
         tile: float16 [rows, 2 G]: scale and base of a column's block in turn; symmetric: its scale
@@ -102,7 +102,7 @@ def prepare_scales(
 def prepare_two_level_scales(
     integers: Array, steps: Array, levels: int, symmetric: bool, part: int, *, asm: bool
 ) -> ScaleAndBase:
-    """`prepare_scales` for two-level formats: integers times the step and floor of 256 weights.
+    """Prepares scales of two-level formats: integers times the step and floor of 256 weights.
 
     Their products are rounded to fp16. For random blocks of Q4_K, Q5_K and Q6_K all rounding
     together, the weights' own too, is 0.6% of a step in root mean square; quantization's is 29%.
@@ -112,7 +112,7 @@ def prepare_two_level_scales(
             one or two blocks, each with its minimum if there is one; the same in both half-words if
             one holds them all.
         steps: float16 [rows, 2 G]: step and floor in turn; symmetric: the step twice.
-        part: which block of the column.
+        part: the block of the column.
     """
     if symmetric:
         return _prepared(
@@ -137,7 +137,7 @@ def _prepared(scale: Array, base: Array | None, levels: int, half: int, asm: boo
 
 
 def weights(f: Array, numbers: Sequence[ScaleAndBase], levels: int, *, asm: bool) -> list[Array]:
-    """The weights of a fraction: one tile, or two if codes are pairs."""
+    """Computes the weights of a fraction: one tile, or two if codes are pairs."""
     if levels >= _EXACT_FROM:
         (only,) = numbers
         times, one = (1.0, 1024) if levels == 256 else (float(levels), levels)
@@ -161,14 +161,14 @@ def _plain(q: Array, numbers: ScaleAndBase, asm: bool) -> Array:
 
 
 def fma(a: Array, b: Array, c: Array, *, asm: bool) -> Array:
-    """a * b + c in fp16."""
+    """Computes a * b + c in fp16."""
     if asm:
         return ptx("fma.rn.f16x2 $0, $1, $2, $3;", [a, b, c])
     return a * b + c
 
 
 def fma_by(a: Array, b: float, c: Array | float, *, asm: bool) -> Array:
-    """a * b + c in fp16; b, and c if it is not an array, are exact in fp16."""
+    """Computes a * b + c in fp16; b, and c if it is not an array, are exact in fp16."""
     if not asm:
         return a * np.float16(b) + (np.float16(c) if isinstance(c, float) else c)
     if isinstance(c, float):
@@ -179,12 +179,12 @@ def fma_by(a: Array, b: float, c: Array | float, *, asm: bool) -> Array:
 
 
 def multiply(a: Array, b: Array, *, asm: bool) -> Array:
-    """a * b in fp16."""
+    """Computes a * b in fp16."""
     return ptx("mul.rn.f16x2 $0, $1, $2;", [a, b]) if asm else a * b
 
 
 def _spread(tile: Array, which: int, asm: bool) -> Array:
-    """The first or the second number of each pair, in both positions."""
+    """Copies the first or the second number of each pair to both positions."""
     if asm:
         body = f"prmt.b32 $0, $1, $1, {0x3232 if which else 0x1010};"
         return ptx(body, [tile])
@@ -193,7 +193,7 @@ def _spread(tile: Array, which: int, asm: bool) -> Array:
 
 
 def _integer(tile: Array, byte: int, asm: bool) -> Array:
-    """One of the four signed bytes of each column, for both its half-words."""
+    """Extracts one of the four signed bytes of each column, for both its half-words."""
     if asm:
         body = ".reg .b32 t, k; xor.b32 t, $1, 0x80808080; mov.b32 k, 0x64646464;"
         found = ptx(body + f"prmt.b32 $0, t, k, {0x4040 + 0x0101 * byte:#x};", [tile])
@@ -204,7 +204,7 @@ def _integer(tile: Array, byte: int, asm: bool) -> Array:
 
 
 def byte_of(words: Array, e: int, *, asm: bool) -> Array:
-    """1024 + the low or high byte of each half-word."""
+    """Computes 1024 + the low or high byte of each half-word."""
     if asm:
         selector = 0x4341 if e else 0x4240
         body = f".reg .b32 k; mov.b32 k, 0x64646464; prmt.b32 $0, $1, k, {selector};"
@@ -214,7 +214,7 @@ def byte_of(words: Array, e: int, *, asm: bool) -> Array:
 
 
 def _collect(parts: Sequence[tuple[Array, int, int]], start: int, asm: bool) -> Array:
-    """start | (word >> shift) & mask for each part, as fp16; a negative shift goes left.
+    """Computes start | (word >> shift) & mask for each part, as fp16; a negative shift goes left.
 
     Bits that a 32-bit shift moves over from the other half-word fall outside the mask.
     """
@@ -254,9 +254,9 @@ def _twice(value: float) -> str:
 
 
 def ptx(body: str, args: Sequence[Array]) -> Array:
-    """PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument.
+    """Emits PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument.
 
-    The result is declared fp16 whatever it is: Triton takes no other type.
+    The result is always declared fp16: Triton supports no other type.
     """
     return ASSEMBLER.get()(body, args)
 

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-CODES = 8  # of a byte strip: as many as `bits` bytes hold
+CODES = 8  # codes of a byte strip, which fill `bits` bytes
 SUPER = 256  # weights that share a step and a floor
 # Block sizes the kernels support; two-level formats only with one weight per code.
 BLOCKS: tuple[int, ...] = (32, 64, 128)
 TWO_LEVEL_BLOCKS: tuple[int, ...] = (16, 32)
 
 
-class BitField(NamedTuple):
+class CodePiece(NamedTuple):
     """A bit field of a code: `(byte >> low) & (2**width - 1)` gives bits `at`.. of the code."""
 
     byte: int
@@ -36,22 +36,22 @@ class BitField(NamedTuple):
     at: int
 
 
-def _whole(bits: int, count: int) -> list[tuple[BitField, ...]]:
-    """Codes within one byte: byte t has code t, and above it code t + bits if it fits."""
-    return [(BitField(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
+def _whole(bits: int, count: int) -> list[tuple[CodePiece, ...]]:
+    """Places codes within one byte: byte t has code t, and above it code t + bits if it fits."""
+    return [(CodePiece(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
 
 
-def _parts(*pieces: tuple[int, int, int]) -> tuple[BitField, ...]:
-    """A code whose bits are spread over several bytes: (byte, low, width), from its lowest bit."""
+def _parts(*pieces: tuple[int, int, int]) -> tuple[CodePiece, ...]:
+    """Splits a code over several bytes: (byte, low, width), from its lowest bit."""
     at, code = 0, []
     for byte, low, width in pieces:
-        code.append(BitField(byte, low, width, at))
+        code.append(CodePiece(byte, low, width, at))
         at += width
     return tuple(code)
 
 
 # PIECES[bits][code]: bit fields of each of 8 codes in `bits` bytes.
-PIECES: dict[int, list[tuple[BitField, ...]]] = {
+PIECES: dict[int, list[tuple[CodePiece, ...]]] = {
     2: _whole(2, 8),
     3: [*_whole(3, 6), _parts((0, 6, 2), (2, 6, 1)), _parts((1, 6, 2), (2, 7, 1))],
     4: _whole(4, 8),
@@ -170,14 +170,14 @@ class PackedMatrix:
         return sum(math.prod(part.shape[-5:]) * part.dtype.itemsize for part in arrays)
 
     def half_words(self) -> Array:
-        """Words as uint16 [matrices, outputs, superblocks, bits, 2 G]."""
+        """Views the words as uint16 [matrices, outputs, superblocks, bits, 2 G]."""
         words = self.words
         if words.dtype == jnp.uint32:
             words = lax.bitcast_convert_type(words, jnp.uint16)
         return words.reshape(-1, self.outputs, self.superblocks, self.bits, 2 * self.columns)
 
     def numbers(self) -> tuple[Array, ...]:
-        """Block numbers, each array [matrices, outputs, superblocks, numbers of a superblock].
+        """Returns block numbers, arrays [matrices, outputs, superblocks, numbers of a superblock].
 
         Scales and bases in turn, in float16. In a two-level format the integers, then steps and
         floors in turn: a column has 1, 2 or 4 bytes of integers, stored as a uint8, a uint16, or a
@@ -195,7 +195,7 @@ class PackedMatrix:
         return integers, self.steps.reshape(*lead, math.prod(self.steps.shape[-2:]))
 
     def dequantize(self, dtype: Any = jnp.float32) -> Array:
-        """The dequantized matrices: [*stack, outputs, inputs]."""
+        """Dequantizes the matrices: [*stack, outputs, inputs]."""
         stack = self.words.shape[:-5]
         words = jnp.moveaxis(self.words.reshape(*self.words.shape[:-2], self.columns), -2, 0)
         four = [four_codes(words, s) for s in range(CODES)]  # of [*stack, outputs, superblocks, G]
@@ -221,7 +221,7 @@ class PackedMatrix:
 
 
 def four_codes(words: Array, s: int) -> Array:
-    """Codes 4 s .. 4 s + 3 of columns, in the four bytes of a word: uint32 [bits, ...] -> [...]."""
+    """Packs codes 4 s .. 4 s + 3 of columns into a word's bytes: uint32 [bits, ...] -> [...]."""
     four = jnp.uint32(0)
     for byte, low, width, at in PIECES[words.shape[0]][s]:
         mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
@@ -230,7 +230,7 @@ def four_codes(words: Array, s: int) -> Array:
 
 
 def arrange_inputs(x: Array, packed: PackedMatrix) -> Array:
-    """x [rows, inputs] in the order of a kernel's slices: [rows, superblocks, 16 p, 2 G]."""
+    """Reorders x [rows, inputs] to a kernel's slices: [rows, superblocks, 16 p, 2 G]."""
     p, g = packed.per_code, packed.columns
     x = jnp.pad(x, ((0, 0), (0, packed.padded_inputs - x.shape[1])))
     x = x.reshape(-1, packed.superblocks, p, g, CODES, 2, 2)

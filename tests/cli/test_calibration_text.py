@@ -78,7 +78,7 @@ def error_of(folder: Path, *more: str) -> float:
 
 @pytest.mark.usefixtures("letters")
 def test_a_text_decides_what_a_search_finds(tmp_path: Path) -> None:
-    search = ("--method", "search")
+    search = ("--method", "mse")
     assert error_of(tmp_path, *search, "--calibration", str(tmp_path / "text")) != error_of(
         tmp_path, *search
     )
@@ -87,8 +87,8 @@ def test_a_text_decides_what_a_search_finds(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.usefixtures("letters")
 def test_calibrated_weights_give_nearer_results(tmp_path: Path) -> None:
-    searched = error_of(tmp_path, "--method", "search")
-    feedback = ("--method", "feedback", "--tokens", "4096")
+    searched = error_of(tmp_path, "--method", "mse")
+    feedback = ("--method", "gptq", "--tokens", "4096")
     assert error_of(tmp_path, *feedback) < searched
     by_text = error_of(tmp_path, *feedback, "--calibration", str(tmp_path / "text"))
     assert by_text < 0.9 * searched

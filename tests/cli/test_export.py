@@ -21,7 +21,7 @@ IDS = [[1, 5, 9, 40, 3, 7]]
 
 
 def _tables(format: str, **more: Any) -> dict[str, Any]:
-    quantization = {"weights": format, "threshold": 0, "method": "nearest", **more}
+    quantization = {"weights": format, "threshold": 0, "method": "rtn", **more}
     return {"quantization": quantization}
 
 

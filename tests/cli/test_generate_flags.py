@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.terminal.argument_parser import spelled
 from jinfer.cli.terminal.flag_conflicts import FlagError, check, check_effects, merge_alternatives
-from jinfer.cli.terminal.generate_flags import make_parser, sampling, spelled
+from jinfer.cli.terminal.generate_flags import make_parser, sampling
 from jinfer.generate import main
 from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
 
@@ -28,7 +29,7 @@ def test_every_parameter_has_a_flag_with_a_help_text() -> None:
     for field in fields(SamplingParams):
         has_flag = field.name not in (*ACTIVATIONS, "logits_processors")
         assert (f"{spelled(field.name)} " in help) == has_flag
-    assert "the k likeliest tokens; 0: all." in help
+    assert "the k likeliest tokens; 0: all " in help
     assert "see --beams" in help
 
 
@@ -174,7 +175,10 @@ def test_flags_that_do_something(given: dict[str, Any]) -> None:
         ([LLAMA2, "--ids", "1", "--prompt", "x"], "both are the prompt"),
         ([LLAMA2, "--prompt", "x", "--system", "y"], "the model has no chat template"),
         ([LLAMA2, "--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
-        ([SPEC, "--prompt", "x", "--strategy", "bean"], "--strategy must be one of"),
+        (
+            [SPEC, "--prompt", "x", "--strategy", "bean"],
+            "--strategy must be one of the allowed",
+        ),
         ([SPEC, "--prompt", "x", "--json-schema", "{"], "json_schema"),
         ([SPEC, "--prompt", "x", "-n", "2"], "set a temperature above 0"),
     ],

@@ -166,7 +166,7 @@ def test_commands(chat: LocalChat, capsys: pytest.CaptureFixture[str], tmp_path:
         ("/save {there}/x", "{there}/x: Not a directory"),
         ("/load {nowhere}", "{nowhere}: cannot be read: No such file"),
         ("/load {there}", "{there}: is no conversation: "),
-        ("/set top_p=2", "top_p must be from 0 to 1, not 2"),
+        ("/set top_p=2", "top_p must be a number from 0 to 1, not 2"),
         ("/set topp=1", "there is no parameter 'topp'; did you mean 'top_p'?"),
         ("/set top_p", "--set: top_p: is not key=value"),
         ("/set n=2", "a chat has one answer at a time: no beam search, no n, no best_of"),

@@ -12,7 +12,7 @@ from jinfer.cli import quality
 from jinfer.cli.quality import divergence, main
 
 MODEL = Path(__file__).parents[1] / "goldens" / "gguf_llama2" / "model.gguf"
-SMALL = ("--length", "32", "--windows", "3", "--method", "search", "--weights", "q2",
+SMALL = ("--length", "32", "--windows", "3", "--method", "mse", "--weights", "q2",
          "--weights", "q8")  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from tests.loader.resolving import resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
-SMALL: dict[str, Any] = {"quantization": {"weights": "q4", "threshold": 0, "method": "search"}}
+SMALL: dict[str, Any] = {"quantization": {"weights": "q4", "threshold": 0, "method": "mse"}}
 
 
 def run(*arguments: object) -> int:
@@ -36,7 +36,7 @@ def run(*arguments: object) -> int:
 def test_the_table_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     options = ("--weights", "q3.5", "--set", "quantization.threshold=0", "--json", report)
-    assert run(MODEL, tmp_path / "out", "--method", "nearest", *options) == 0
+    assert run(MODEL, tmp_path / "out", "--method", "rtn", *options) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == [
         *("format", "parameters", "weights", "MiB", "bits", "error", "outputs")
@@ -98,7 +98,7 @@ def test_errors_of_products_rank_methods() -> None:
     mean = (inputs.T @ inputs / 500).astype(np.float32)
     found = dict[str, ErrorSums]()
     for method in get_args(Method):
-        hessian = mean if method == "feedback" else None
+        hessian = mean if method == "gptq" else None
         tensor = quantize(weights, parse_format("q3"), method=method, hessian=hessian)
         found[method] = ErrorSums()
         found[method].add(tensor, weights, InputStats(mean, np.array(500, np.float32)))
@@ -106,8 +106,8 @@ def test_errors_of_products_rank_methods() -> None:
         given = inputs @ weights.T
         share = np.square(wrong).mean() / np.square(given).mean()
         assert found[method].outputs == pytest.approx(share, rel=0.1)
-    assert found["search"].errors < found["feedback"].errors
-    assert (found["feedback"].outputs or 1) < 0.5 * (found["search"].outputs or 0)
+    assert found["mse"].errors < found["gptq"].errors
+    assert (found["gptq"].outputs or 1) < 0.5 * (found["mse"].outputs or 0)
 
 
 @pytest.mark.parametrize("full", [False, True])

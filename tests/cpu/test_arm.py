@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
-from jinfer.cpu.quantized_matmul import Mode
+from jinfer.cpu.matmul_call import Mode
 from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
 from tests.cpu import test_build_library, test_quantized_matmul, test_wide
@@ -128,7 +128,7 @@ def test_products(linear: Path, rows: int) -> None:
             np.testing.assert_array_equal(neon, portable)
 
 
-def test_a_row_is_the_same_in_any_company(linear: Path) -> None:
+def test_results_are_batch_invariant(linear: Path) -> None:
     tensors = matrices()
     x = test_quantized_matmul.activations(max(ROWS), 330)
     whole = products(linear, tensors, [x] * len(tensors))
@@ -154,7 +154,7 @@ def test_halves_and_words(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.frombuffer(got[1 << 19 :], np.float16), wanted)
 
 
-def test_kernels_have_no_name_in_common(tmp_path: Path) -> None:
+def test_kernel_objects_share_no_symbol(tmp_path: Path) -> None:
     compiled("linear", ("linear_portable", "linear_neon"), tmp_path)
     (found,) = tmp_path.glob("*linear_neon.o")
     assert test_build_library.names(found) == ["jinfer::linear_neon()"]

@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.cpu.attention_call import CachedVectors, KvFormat, Scores, attention, supported
+from jinfer.cpu.attention_call import CacheOperands, KvFormat, Scores, attention, supported
 from jinfer.cpu.isa import Isa
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.attention.kv_cache import CacheShape, zero_cache
@@ -34,7 +34,7 @@ def arguments(kind: str = "f32") -> dict[str, Any]:
     cache = zero_cache({"a": shape}, BLOCKS, jnp.float32 if kind == "f32" else parse_format(kind))[
         "a"
     ]
-    keys, values = (CachedVectors(tuple(jax.tree.leaves(part)), DIM) for part in cache[:2])
+    keys, values = (CacheOperands(tuple(jax.tree.leaves(part)), DIM) for part in cache[:2])
     return {
         "q": zeros(TOKENS, HEADS, DIM),
         "rows": on_device([0, 0, 1, 1, -1], jnp.int32),
@@ -85,14 +85,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     "new keys of too few tokens": {"new": (zeros(4, 2, DIM), zeros(5, 2, DIM))},
     "new values of too few heads": {"new": (zeros(5, 2, DIM), zeros(5, 1, DIM))},
     "new keys of another type": {"new": (zeros(5, 2, DIM, dtype=jnp.float16), zeros(5, 2, DIM))},
-    "keys wider than said": {"keys": CachedVectors((zeros(BLOCKS, 2, 64, DIM + 1),), DIM)},
-    "keys with three axes": {"keys": CachedVectors((zeros(BLOCKS, 64, DIM),), DIM)},
-    "no key heads": {"keys": CachedVectors((zeros(BLOCKS, 0, 64, DIM),), DIM)},
-    "keys of width 0": {"keys": CachedVectors((zeros(BLOCKS, 2, 64, 0),), 0)},
-    "blocks of 60 tokens": {"keys": CachedVectors((zeros(BLOCKS, 2, 60, DIM),), DIM)},
-    "values in fewer blocks": {"values": CachedVectors((zeros(BLOCKS - 1, 2, 64, DIM),), DIM)},
+    "keys wider than said": {"keys": CacheOperands((zeros(BLOCKS, 2, 64, DIM + 1),), DIM)},
+    "keys with three axes": {"keys": CacheOperands((zeros(BLOCKS, 64, DIM),), DIM)},
+    "no key heads": {"keys": CacheOperands((zeros(BLOCKS, 0, 64, DIM),), DIM)},
+    "keys of width 0": {"keys": CacheOperands((zeros(BLOCKS, 2, 64, 0),), 0)},
+    "blocks of 60 tokens": {"keys": CacheOperands((zeros(BLOCKS, 2, 60, DIM),), DIM)},
+    "values in fewer blocks": {"values": CacheOperands((zeros(BLOCKS - 1, 2, 64, DIM),), DIM)},
     "values of another type": {
-        "values": CachedVectors((zeros(3, 2, 64, DIM, dtype=jnp.float16),), DIM)
+        "values": CacheOperands((zeros(3, 2, 64, DIM, dtype=jnp.float16),), DIM)
     },
     "codes where there are none": {"coding": Q8},
     "int8 keys of too few blocks": {"int8_keys": zeros(BLOCKS - 1, 2, 4416, dtype=jnp.uint8)},
@@ -102,20 +102,20 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 CODED: dict[str, dict[str, Any]] = {
     "words of another width": {
-        "keys": CachedVectors((zeros(3, 2, 64, 15, dtype=jnp.uint32),), DIM)
+        "keys": CacheOperands((zeros(3, 2, 64, 15, dtype=jnp.uint32),), DIM)
     },
     "too few numbers": {
-        "values": CachedVectors(
+        "values": CacheOperands(
             (zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 1, dtype=jnp.float16)), DIM
         )
     },
     "numbers of another type": {
-        "values": CachedVectors((zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 2)), DIM)
+        "values": CacheOperands((zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 2)), DIM)
     },
     "codes of 9 bits": {"coding": KvFormat(9, 512, 1, True)},
     "codes of 1 bit": {"coding": KvFormat(1, 2, 1, True)},
     "more levels than bits": {"coding": KvFormat(4, 256, 1, True)},
-    "vectors wider than the words": {"keys": CachedVectors((), 500)},
+    "vectors wider than the words": {"keys": CacheOperands((), 500)},
     "codes without a coding": {"coding": None},
     "int8 keys": {"int8_keys": zeros(3, 2, 4416, dtype=jnp.uint8)},
 }
@@ -128,30 +128,30 @@ def call(given: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", ["f32", "q8", "q4"])
 @pytest.mark.parametrize("isa", isas())
-def test_what_fits_is_computed(kind: str, isa: Isa) -> None:
+def test_valid_operands_are_accepted(kind: str, isa: Isa) -> None:
     with build_library.lowered_isa(isa):
         (out,), *_ = call(arguments(kind))
     assert np.array_equal(out, zeros(TOKENS, HEADS, DIM))
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_invalid_operands_are_errors(name: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="jinfer_attention: "):
         call({**arguments(), **PLAIN[name]})
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_codes_that_do_not_fit_are_refused(name: str) -> None:
+def test_invalid_codes_are_errors(name: str) -> None:
     given = arguments("q8")
     changed = dict(CODED[name])
     if "keys" in changed:
         missing = given["keys"].arrays[len(changed["keys"].arrays) :]
-        changed["keys"] = CachedVectors((*changed["keys"].arrays, *missing), changed["keys"].dim)
+        changed["keys"] = CacheOperands((*changed["keys"].arrays, *missing), changed["keys"].dim)
     with pytest.raises(jax.errors.JaxRuntimeError, match="jinfer_attention: "):
         call({**given, **changed})
 
 
-def test_no_tokens_are_none() -> None:
+def test_empty_batch_gives_empty_output() -> None:
     given = arguments()
     for name in ("q", "rows", "positions", "last"):
         given[name] = given[name][:0]

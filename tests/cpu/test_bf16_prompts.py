@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import dense_linear
+from jinfer.cpu.matmul_call import dense_linear
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
 from tests.cpu.helpers import FUNCTIONS, isas
-from tests.cpu.test_company import FORMATS
+from tests.cpu.test_batch_invariance_of_products import FORMATS
 from tests.cpu.test_quantized_matmul import activations, assert_product, matrix, rounded, run
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
@@ -96,7 +96,7 @@ def test_gated(format: QuantFormat) -> None:
 
 
 @in_tiles
-def test_numbers_that_are_not_finite() -> None:
+def test_non_finite_numbers() -> None:
     x = activations(40, 128)
     x[3, 70] = np.inf
     with build_library.lowered_isa("amx"):

@@ -55,7 +55,7 @@ def copier(tmp_path: Path) -> str:
     return copying_compiler(tmp_path)
 
 
-def test_without_a_compiler_one_line_says_what_is_lost(tmp_path: Path) -> None:
+def test_missing_compiler_is_logged_in_one_line(tmp_path: Path) -> None:
     done = run(_ASK, CXX="no-such-compiler", JINFER_CACHE=str(tmp_path))
     assert done.stdout.split() == ["False", "False"]
     (line,) = done.stderr.splitlines()
@@ -63,13 +63,13 @@ def test_without_a_compiler_one_line_says_what_is_lost(tmp_path: Path) -> None:
     assert "slower" in line
 
 
-def test_switched_off() -> None:
+def test_environment_variable_disables_custom_calls() -> None:
     done = run(_ASK, **{build_library.OFF: "1"})
     assert done.stdout.split() == ["False", "False"]
     assert done.stderr == ""
 
 
-def test_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_failure_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
     with pytest.raises(compilers.BuildError, match="false fails"):
@@ -143,7 +143,7 @@ def test_objects_that_another_user_could_write_are_removed(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(own_isa() is None, reason="nobody says what this CPU can do")
-def test_what_this_machine_lacks_is_not_optimized_and_linked_last(
+def test_foreign_instruction_sets_are_not_optimized_and_linked_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = list[list[str]]()
@@ -176,7 +176,7 @@ def test_what_this_machine_lacks_is_not_optimized_and_linked_last(
         (["Killed"], "Killed"),
     ],
 )
-def test_the_reason_is_told(lines: list[str], reason: str) -> None:
+def test_compiler_error_gives_the_reason(lines: list[str], reason: str) -> None:
     assert reason in compilers.reason(lines)
 
 
@@ -206,7 +206,7 @@ def test_library_is_found_again() -> None:
 
 
 @built
-def test_no_compiler_and_nothing_to_write_to(kept: Path) -> None:
+def test_cached_library_needs_no_compiler_and_no_writable_folder(kept: Path) -> None:
     """As in a container image; nor is a temporary folder made."""
     for path in (kept, kept.parent, kept.parent.parent):
         path.chmod(0o500)
@@ -261,7 +261,7 @@ def test_library_of_another_user_is_not_loaded(
 
 
 @built
-def test_folders_are_closed_to_others(
+def test_cache_folders_are_private(
     tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was there already, and what a killed build has left in it is removed."""
@@ -307,7 +307,7 @@ def test_reason_why_a_library_cannot_be_cached(
     assert library_cache.writable_cache()[1] == "JINFER_CACHE=off"
 
 
-def test_a_library_that_cannot_be_opened_is_not_made_twice(tmp_path: Path) -> None:
+def test_unloadable_library_is_not_rebuilt_twice(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(
         '#!/bin/sh\ncase "$*" in *-shared*) echo linked >> "$0.log";; esac\n'
@@ -334,7 +334,7 @@ def test_user_without_a_home_folder(copier: str, monkeypatch: pytest.MonkeyPatch
     assert build_library.library_path() == path
 
 
-def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> None:
+def test_compiler_is_probed_for_newer_flags(tmp_path: Path) -> None:
     """Those leave out kernels, and not all of the library."""
     older = tmp_path / "older"
     older.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexit 0\n')
@@ -400,7 +400,7 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     assert build_library.library_path().parent.name == build_library.key()
 
 
-def test_more_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_flags_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for flags in ("", "-fsanitize=address", ""):
         monkeypatch.setenv(build_library.FLAGS, flags)
@@ -442,7 +442,7 @@ FASTER = [unit for unit in units(build_library._sources()) if "-mavx2" in unit.f
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists names")
 @pytest.mark.parametrize("unit", FASTER, ids=lambda unit: unit.name)
-def test_kernels_have_no_name_in_common(unit: Unit, tmp_path: Path) -> None:
+def test_kernel_objects_share_no_symbol(unit: Unit, tmp_path: Path) -> None:
     """A linker takes one of all functions of a name, perhaps one for instructions that lack."""
     include = ("-I", jax.ffi.include_dir(), "-I", str(SRC))
     compiler = [*build_library._compiler(), *FLAGS, *unit.flags, *include]

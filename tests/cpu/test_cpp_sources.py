@@ -33,7 +33,7 @@ def test_files_have_the_flags_of_their_names() -> None:
             assert b"xla/" not in source_bytes(unit.paths[0])
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_generated_files_are_written(tmp_path: Path) -> None:
     one, two = tmp_path / "one" / "a.cc", tmp_path / "two" / "b.cc"
     assert Unit("alone", (one,)).write(tmp_path) == one
     made = Unit("both", (one, two)).write(tmp_path)

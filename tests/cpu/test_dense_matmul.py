@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import dense_linear
+from jinfer.cpu.matmul_call import dense_linear
 from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul.dense import (
     dense_matmul,
@@ -136,7 +136,7 @@ def test_dot_products_and_tiles_have_the_same_bits(inputs: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 6, 130])
-def test_types_beside_one_another_are_rounded_or_not(rows: int) -> None:
+def test_each_weight_type_of_a_call_has_its_own_rounding(rows: int) -> None:
     x = matrix("float32", rows, 96, seed=3) / 8
     weights = [matrix(type, 150, 96, seed=seed) for seed, type in enumerate(TYPES)]
     for isa in isas():
@@ -157,7 +157,7 @@ def test_types_beside_one_another_are_rounded_or_not(rows: int) -> None:
     rows=st.integers(1, 40),
     transposed=st.booleans(),
 )
-def test_a_part_of_each_heads_matrix(
+def test_row_slice_of_each_heads_matrix(
     type: str, sizes: tuple[int, ...], rows: int, transposed: bool
 ) -> None:
     """Against NumPy, and to the bit against each row alone."""
@@ -190,7 +190,7 @@ def test_the_reference_by_heads_agrees(transposed: bool) -> None:
 
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("inputs", [1000, 2100])
-def test_one_and_two_rows_are_those_of_many(type: str, inputs: int) -> None:
+def test_one_and_two_rows_have_the_bits_of_many(type: str, inputs: int) -> None:
     """To the bit, whether weights' rows are short or long, which are read in other ways."""
     x, weight = matrix("float32", 8, inputs, seed=1), matrix(type, 61, inputs)
 
@@ -237,7 +237,7 @@ def test_every_number_of_16_bits_is_exact(type: str) -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("rows", [1, 120])
 @pytest.mark.parametrize("type", TYPES)
-def test_numbers_that_are_not_finite(rows: int, type: str, rounded: bool) -> None:
+def test_non_finite_numbers(rows: int, type: str, rounded: bool) -> None:
     """They spoil their own row of activations, or of weights, and no other."""
     for bad in (np.nan, np.inf, -np.inf):
         x, weight = matrix("float32", rows, 70, seed=1), matrix(type, 90, 70)
@@ -322,14 +322,14 @@ def test_index_outside_the_stack_is_refused() -> None:
         ([(8, 64), (9, 64)], "silu", "not two weights of one shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_mismatched_operands_are_errors(
     shapes: list[tuple[int, ...]], activation: str, what: str
 ) -> None:
     with pytest.raises(Exception, match=what):
         run(matrix("float32", 1, 64), [matrix("float32", *shape) for shape in shapes], activation)
 
 
-def test_nothing_to_compute() -> None:
+def test_empty_products() -> None:
     assert run(matrix("float32", 0, 64), [matrix("float16", 16, 64)])[0].shape == (0, 16)
     (got,) = run(matrix("float32", 3, 0), [matrix("bfloat16", 16, 0)])
     assert (got == np.zeros((3, 16))).all()

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library, rowwise
-from jinfer.cpu.dense_matmul import dense_linear
 from jinfer.cpu.fused_layers import Program
 from jinfer.cpu.isa import Isa
-from jinfer.cpu.quantized_matmul import ACTIVATIONS, QuantizedMatrix, fields_of, quantized_linear
+from jinfer.cpu.matmul_call import (
+    ACTIVATIONS,
+    QuantizedMatrix,
+    dense_linear,
+    fields_of,
+    quantized_linear,
+)
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.fusion.weight_pointers import table
 from tests.arrays import on_device
@@ -159,7 +164,7 @@ KINDS: dict[str, Quantized | Plain] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("hidden", [64, 96, 576])
-def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: Isa, kind: str) -> None:
+def test_fused_layer_has_the_bits_of_separate_calls(hidden: int, isa: Isa, kind: str) -> None:
     layer = Layer(hidden, 3 * hidden, KINDS[kind])
     for count in COUNTS:
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
@@ -187,7 +192,7 @@ def test_formats(format: QuantFormat) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_products_side_by_side() -> None:
+def test_parallel_products() -> None:
     """Both take the same rows, so they are one stage; only one's result is asked for twice."""
     left, right = coded(matrix(FOUR, 64, 128)), coded(matrix(FOUR, 96, 128, seed=1))
     x = random(4, 128)
@@ -220,7 +225,7 @@ def test_no_rows() -> None:
     assert program.run([a])[0].shape == (0, 64)
 
 
-def test_many_at_once() -> None:
+def test_concurrent_calls() -> None:
     """Calls on several threads each have memory of their own."""
     layer = Layer(576, 1536)
     run = jax.jit(layer.fused)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.interrupt_call import Flag, interrupted
+from jinfer.cpu.library_calls import Flag, interrupted
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 STEPS = 7
@@ -37,7 +37,7 @@ def library() -> Any:
     return opened
 
 
-def test_raised_and_lowered(flag: Flag) -> None:
+def test_flag_is_raised_and_lowered(flag: Flag) -> None:
     other = Flag()
     assert not looks(flag.number)
     flag.set(True)
@@ -48,7 +48,7 @@ def test_raised_and_lowered(flag: Flag) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1023])
-def test_the_first_and_the_last(number: int) -> None:
+def test_first_and_last_flag(number: int) -> None:
     before = looks(number)
     for raised in (not before, before):
         assert library().jinfer_set_interrupt(number, raised)
@@ -56,14 +56,14 @@ def test_the_first_and_the_last(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", OUTSIDE)
-def test_a_flag_that_is_not_there(number: int) -> None:
+def test_unknown_flag_is_an_error(number: int) -> None:
     """Nobody can raise it, and a program that asks for it fails."""
     assert not library().jinfer_set_interrupt(number, True)
     with pytest.raises(Exception, match="there is no such flag"):
         looks(number)
 
 
-def test_a_loop_that_ends_early(flag: Flag) -> None:
+def test_raised_flag_ends_a_loop_early(flag: Flag) -> None:
     """The same program before, while and after its flag is raised."""
 
     def raise_at(step: Any, last: Any) -> None:

@@ -48,9 +48,7 @@ def test_the_instructions_of_a_machine(
     assert instructions.own_isa() == isa
 
 
-def test_a_process_that_may_not_use_tiles_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_denied_tiles_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(instructions, "_CPU", tmp_path / "cpuinfo")
     monkeypatch.setattr(instructions, "_requests_amx", lambda: False)
@@ -58,6 +56,6 @@ def test_a_process_that_may_not_use_tiles_does_without(
     assert instructions.own_isa() == "avx512bf16"
 
 
-def test_where_there_are_no_tiles_nobody_may_use_them() -> None:
+def test_machine_without_tiles_denies_them() -> None:
     known = instructions._CPU.read_text() if instructions._CPU.exists() else ""
     assert instructions._requests_amx() <= ("amx_tile" in known)

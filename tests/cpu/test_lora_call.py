@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.lora_call import add_lora
+from jinfer.cpu.matmul_call import add_lora
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
@@ -41,7 +41,7 @@ def stored(*shape: int, seed: int, type: str) -> Any:
 
 @pytest.mark.parametrize("type", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize(("rows", "rank"), [(1, 16), (9, 5), (150, 64)])
-def test_the_definition(rows: int, rank: int, type: str) -> None:
+def test_result_equals_the_definition(rows: int, rank: int, type: str) -> None:
     a = [stored(SLOTS, rank, INPUTS, seed=n, type=type) for n in (1, 2)]
     b = [stored(SLOTS, rank, n, seed=n, type=type) for n in OUTPUTS]
     sides = [random(SLOTS, 2, rank, seed=n) / 50 for n in (4, 5)]
@@ -69,7 +69,7 @@ def test_the_definition(rows: int, rank: int, type: str) -> None:
                 np.testing.assert_array_equal(one[t][0], found[t][i], isa)
 
 
-def test_nothing_to_compute() -> None:
+def test_empty_products() -> None:
     a, b = on_device(random(2, 4, 8, seed=1)), on_device(random(2, 4, 6, seed=2))
     nobody = np.zeros(3, np.int32)
     y = random(3, 6, seed=3)
@@ -101,7 +101,7 @@ def test_nothing_to_compute() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(changes: dict[int, np.ndarray], what: str) -> None:
+def test_mismatched_operands_are_errors(changes: dict[int, np.ndarray], what: str) -> None:
     slots, order = np.array([1, 0, 2], np.int32), np.array([0, 2, 1], np.int32)
     given = [np.ones((3, 8), np.float32), np.ones((3, 6), np.float32), slots]
     given += [np.ones(3, np.float32), order]

@@ -56,7 +56,7 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
         np.testing.assert_array_equal(weights, shares * np.float32(2.5))
 
 
-def test_of_what_is_no_number_some_are_chosen() -> None:
+def test_nan_scores_still_choose_top_k_experts() -> None:
     """Each once, so that there are as many pairs as memory is for; the weights tell."""
     logits = random(3, 9)
     logits[1] = np.nan
@@ -71,7 +71,7 @@ def test_of_what_is_no_number_some_are_chosen() -> None:
 
 @settings(max_examples=40)
 @given(of=st.integers(1, 70), count=st.integers(1, 40), seed=st.integers(0, 99), data=st.data())
-def test_pairs_by_expert(of: int, count: int, seed: int, data: st.DataObject) -> None:
+def test_pairs_are_sorted_by_expert(of: int, count: int, seed: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, count))
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(count)[:top_k] for _ in range(of)]).astype(np.int32)
@@ -87,7 +87,7 @@ def test_pairs_by_expert(of: int, count: int, seed: int, data: st.DataObject) ->
 @pytest.mark.parametrize(
     ("count", "top_k", "size"), [(1, 1, 1), (1, 6, 100), (33, 2, 64), (5, 8, 777)]
 )
-def test_sums(count: int, top_k: int, size: int) -> None:
+def test_weighted_sums_of_experts(count: int, top_k: int, size: int) -> None:
     y, weights = random(count * top_k, size), random(count, top_k, seed=1)
     places = np.random.default_rng(2).permutation(count * top_k).astype(np.int32)
     each = y[places].reshape(count, top_k, -1)
@@ -119,7 +119,7 @@ def summed(places: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_mismatched_operands_are_errors(name: str) -> None:
     what, refused = REFUSED[name]
     with pytest.raises(Exception, match=what):
         jax.block_until_ready(refused())

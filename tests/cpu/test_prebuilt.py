@@ -58,13 +58,13 @@ def test_prebuilt_library_needs_no_compiler(packaged: Path, every: str) -> None:
     assert told == ""
 
 
-def test_others_may_write_to_the_folder_of_a_package(packaged: Path) -> None:
+def test_package_folder_may_be_writable_by_others(packaged: Path) -> None:
     packaged.chmod(0o666)
     packaged.parent.chmod(0o777)
     assert build_library.library_path() == packaged
 
 
-def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
+def test_library_of_other_sources_is_ignored(packaged: Path) -> None:
     prebuilt.seal(packaged, "x86_64-0123456789abcdef", HERE)
     with pytest.raises(compilers.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
         build_library.library_path()
@@ -76,12 +76,12 @@ def test_library_without_its_key_is_not_loaded(packaged: Path, text: str) -> Non
     assert prebuilt.find(build_library.own_key()) is None
 
 
-def test_a_damaged_library_is_not_taken(packaged: Path) -> None:
+def test_damaged_library_is_ignored(packaged: Path) -> None:
     packaged.write_bytes(packaged.read_bytes()[:-1])
     assert prebuilt.find(build_library.own_key()) is None
 
 
-def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
+def test_unloadable_prebuilt_library_is_kept_and_another_compiled(
     packaged: Path, copier: str, tmp_path: Path
 ) -> None:
     packaged.write_bytes(b"of another system")
@@ -144,13 +144,13 @@ def test_command_with_invalid_options(
         ((1, 4), (0, 4), False),
     ],
 )
-def test_which_versions_of_xla_take_it(
+def test_compatible_versions_of_xla(
     here: tuple[int, int], made_for: tuple[int, int], takes: bool
 ) -> None:
     assert Interface(*here).accepts(Interface(*made_for)) == takes
 
 
-def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) -> None:
+def test_library_for_a_newer_xla_is_ignored(packaged: Path, tmp_path: Path) -> None:
     assert prebuilt.find(build_library.own_key()) == packaged
     headers = tmp_path / "xla" / "ffi" / "api"
     headers.mkdir(parents=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.cpu.quantized_matmul import Mode, QuantizedMatrix, quantized_linear, supports
+from jinfer.cpu.matmul_call import Mode, QuantizedMatrix, quantized_linear, supports
 from jinfer.modelspec.quant_format import QuantFormat, Width, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
@@ -294,7 +294,7 @@ def test_index_outside_the_stack_is_refused() -> None:
         run(activations(1, 64), [tensor], index=np.int32(2))
 
 
-def test_numbers_that_are_not_finite() -> None:
+def test_non_finite_numbers() -> None:
     tensor = matrix(QuantFormat("4"), 20, 128)
     for bad in (np.nan, np.inf, -np.inf):
         x = activations(10, 128)
@@ -315,7 +315,7 @@ def test_no_rows() -> None:
     assert got.shape == (0, 16)
 
 
-def test_calls_at_the_same_time() -> None:
+def test_concurrent_calls() -> None:
     tensor, x = matrix(QuantFormat("4"), 512, 512), activations(16, 512)
     (want,) = run(x, [tensor])
     results: list[Any] = []

@@ -54,7 +54,7 @@ ONE = runs([0], [TOKENS], [1])
         runs([0], [2], [1], copies=[-1, 2]),
     ],
 )
-def test_runs_that_do_not_fit(wrong: Runs) -> None:
+def test_invalid_runs_are_errors(wrong: Runs) -> None:
     def run(at: Runs) -> None:
         jax.block_until_ready(
             recurrence_call.diagonal_scan(ones(TOKENS, 5), ones(TOKENS, 5), ones(SLOTS, 5), at)
@@ -93,7 +93,7 @@ MATRIX = {
         ({}, {"erase": "low_rank", "read": (TOKENS, 2, 6)}),
     ],
 )
-def test_matrices_that_do_not_fit(
+def test_invalid_matrix_states_are_errors(
     changes: dict[str, tuple[int, ...]], options: dict[str, Any]
 ) -> None:
     def run(shapes: dict[str, tuple[int, ...]], options: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def test_matrices_that_do_not_fit(
         ("diagonal_scan", [(4, 5), (4, 5), (3, 5)], 0, (3, 5)),
     ],
 )
-def test_channels_that_do_not_fit(
+def test_invalid_channel_states_are_errors(
     call: str, shapes: list[tuple[int, ...]], at: int, wrong: tuple[int, ...]
 ) -> None:
     def run(shapes: list[tuple[int, ...]]) -> None:

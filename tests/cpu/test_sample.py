@@ -12,7 +12,7 @@ from jinfer.cpu import build_library, sample
 from jinfer.cpu.isa import Isa
 from jinfer.sampling.logprobs import log_probabilities_reference
 from jinfer.sampling.rng import noise
-from jinfer.sampling.stages import NOT_FINITE
+from jinfer.sampling.samplers import NOT_FINITE
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params
@@ -41,7 +41,7 @@ def in_sampler(**parts: Any) -> Batch:
     [
         (in_sampler(numbers=jnp.zeros((2, 20))), "parameters"),
         (in_sampler(counts=jnp.zeros((2, 13), jnp.int32)), "parameters"),
-        (in_sampler(stages=jnp.zeros((2, 14), jnp.int32)), "parameters"),
+        (in_sampler(chain=jnp.zeros((2, 14), jnp.int32)), "parameters"),
         (in_sampler(key=jnp.zeros((1, 2), jnp.uint32)), "parameters"),
         (in_sampler(end_ids=jnp.zeros((1, 4), jnp.int32)), "lists"),
         (in_sampler(biases=jnp.zeros((2, 3))), "lists"),
@@ -54,13 +54,13 @@ def in_sampler(**parts: Any) -> Batch:
         (ROWS._replace(slots=on_device([0], jnp.int32)), "not a request for each row"),
     ],
 )
-def test_what_does_not_fit_is_refused(rows: Batch, what: str) -> None:
+def test_mismatched_operands_are_errors(rows: Batch, what: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"jinfer_sample: .*{what}"):
         chosen(LOGITS, rows)
 
 
 @pytest.mark.parametrize("words", [9, 11])
-def test_masks_that_do_not_fit_are_refused(words: int) -> None:
+def test_mismatched_masks_are_errors(words: int) -> None:
     masks = jnp.zeros((2, words), jnp.uint32), jnp.ones(2, jnp.bool_)
     with pytest.raises(jax.errors.JaxRuntimeError, match="masks do not fit"):
         chosen(LOGITS, ROWS, masks)
@@ -68,7 +68,7 @@ def test_masks_that_do_not_fit_are_refused(words: int) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_there_is_no_token_where_a_logit_is_no_number(odd: float, isa: Isa) -> None:
+def test_nan_logits_give_no_token(odd: float, isa: Isa) -> None:
     logits = LOGITS.at[0, 17].set(odd)
     with build_library.lowered_isa(isa):
         tokens, *_ = chosen(logits, ROWS)
@@ -91,7 +91,7 @@ def test_log_probabilities(vocab: int, isa: Isa) -> None:
     assert_allclose(got[2], wanted[2], atol=2e-6)
 
 
-def test_log_probabilities_of_what_is_no_number() -> None:
+def test_log_probabilities_of_nan() -> None:
     logits = LOGITS.at[0, 5].set(jnp.nan)
     wanted = on_device([True, True])
     own, ids, top = sample.log_probabilities(logits, jnp.zeros(2, jnp.int32), wanted, 20)
@@ -104,7 +104,7 @@ def test_log_probabilities_of_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_where_nothing_is_allowed_the_first_token_is_taken(isa: Isa) -> None:
+def test_first_token_is_chosen_if_none_is_allowed(isa: Isa) -> None:
     masks = jnp.zeros((2, 10), jnp.uint32), on_device([True, True])
     with build_library.lowered_isa(isa):
         assert chosen(LOGITS, ROWS, masks)[0].tolist() == [0, 0]
@@ -113,7 +113,7 @@ def test_where_nothing_is_allowed_the_first_token_is_taken(isa: Isa) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("seed", [0, 2**63 + 11])
-def test_noise_is_that_of_the_seed(seed: int, isa: Isa) -> None:
+def test_seed_determines_the_noise(seed: int, isa: Isa) -> None:
     """With equal logits the token is where the noise is greatest, for a thousand places."""
     vocab = 77
     rows = batch(params(seed=seed, temperature=1.0), vocab=vocab).repeated(1000)
@@ -127,7 +127,7 @@ def test_noise_is_that_of_the_seed(seed: int, isa: Isa) -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("vocab", [1, 2, 3, 15, 16, 17, 63, 65, 130, 2047])
 def test_any_size(vocab: int, isa: Isa) -> None:
-    """Every stage at once, where vectors are not filled."""
+    """Every sampler at once, where vectors are not filled."""
     everything = params(
         temperature=1.5, top_k=40, top_p=0.9, min_p=0.01, typical_p=0.95, tfs_z=0.99, top_a=0.01,
         top_n_sigma=3.0, repetition_penalty=1.1, xtc_probability=0.5, dynatemp_range=0.5,
@@ -154,7 +154,7 @@ def test_any_size(vocab: int, isa: Isa) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_penalties_beyond_what_numbers_there_are(
+def test_overflowing_penalties(
     fields: dict[str, Any], scale: float, penalty: float, isa: Isa
 ) -> None:
     """A logit that is divided by next to nothing stays a number, and its token the likeliest."""
@@ -171,7 +171,7 @@ def test_penalties_beyond_what_numbers_there_are(
     assert (tokens[0] in seen) == (penalty < 1)
 
 
-def test_a_greedy_row_is_as_alone_whatever_its_logits() -> None:
+def test_greedy_row_is_batch_invariant_for_any_logits() -> None:
     logits = LOGITS.at[1, 9].set(jnp.inf)
     alone = batch(params(), vocab=VOCAB)
     assert chosen(logits, ROWS)[0][1] == chosen(logits[1:], alone)[0][0] == NOT_FINITE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.dense_matmul import ScaledMatrix, dense_linear
+from jinfer.cpu.matmul_call import ScaledMatrix, dense_linear
 from jinfer.ops.fusion.fuse_cpu import FusedFunction
 from jinfer.ops.matmul.matmul import grouped_linears, linear, linear_of_stack, linears
 from jinfer.quant.scaled_tensor import ScaledTensor
@@ -56,7 +56,7 @@ def test_every_number() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "blocks"), SHAPES)
-def test_bits_are_those_of_float32_in_any_company(outputs: int, inputs: int, blocks: int) -> None:
+def test_bits_equal_float32_and_are_batch_invariant(outputs: int, inputs: int, blocks: int) -> None:
     tensor = scaled(outputs, inputs, blocks=blocks)
     block = 2 ** math.ceil(math.log2(inputs / blocks)) if blocks > 1 else inputs
     scales = tensor.scales[:, np.arange(inputs) // block]
@@ -92,7 +92,7 @@ def test_forms_of_a_product() -> None:
 
 
 @pytest.mark.parametrize("blocks", [4, 6, 11])
-def test_scales_that_do_not_fit_are_refused(blocks: int) -> None:
+def test_mismatched_scales_are_errors(blocks: int) -> None:
     """300 inputs have 1, 2, 3, 5 or 10 blocks of a power of two, from 32 on."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="scales are not those of blocks"):
         jax.block_until_ready(run(random(1, 300), [scaled(4, 300, blocks=blocks)]))

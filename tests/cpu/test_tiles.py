@@ -14,7 +14,7 @@ TESTED = (
     "test_bf16_prompts.py",
     "test_dense_matmul.py",
     "test_fused_layers.py",
-    "test_company.py",
+    "test_batch_invariance_of_products.py",
 )
 
 

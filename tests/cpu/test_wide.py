@@ -65,7 +65,7 @@ def test_near_the_product_of_unrounded_activations() -> None:
 
 
 @pytest.mark.parametrize("inputs", [576, 5632])
-def test_bits_do_not_tell_how_many_rows_there_are(inputs: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_rows(inputs: int) -> None:
     tensor, x = wide(72, inputs), activations(67, inputs)
     for isa in isas():
         with build_library.lowered_isa(isa):
@@ -93,7 +93,7 @@ def test_the_largest_codes_and_activations(rows: int) -> None:
         assert_product(got, x, tensor, 1e-6)
 
 
-def test_beside_codes_of_fewer_bits() -> None:
+def test_with_a_matrix_of_fewer_bits() -> None:
     tensors = [
         wide(48, 512),
         matrix(QuantFormat("8", symmetric=True), 17, 512),
@@ -138,7 +138,7 @@ def test_of_a_stack() -> None:
                 assert_product(got[rows], rounded_to_14_bits(x[rows]), tensor[index], 1e-6)
 
 
-def test_numbers_that_are_not_finite() -> None:
+def test_non_finite_numbers() -> None:
     tensor = wide(20, 128)
     for bad in (np.nan, np.inf, -np.inf):
         x = activations(10, 128)

@@ -18,7 +18,7 @@ from jinfer.api.activation_tracing import Trace
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from tests.engine.tiny import PROMPTS, held, open_model
 from tests.test_activations import reference
 
@@ -125,7 +125,7 @@ def test_three_of_eight(llm: LLM) -> None:
 
 def test_the_programs_of_others_are_the_same(llm: LLM) -> None:
     """The lowered text of a plain step does not depend on what other requests do."""
-    keys = [StepKey("logits", 16, 1), StepKey("decode", 1, stages=stage_sets()[0])]
+    keys = [StepKey("logits", 16, 1), StepKey("decode", 1, stages=sampler_sets()[0])]
 
     def texts(llm: LLM) -> list[str]:
         made = [llm.session.engine.runner.programs.step_function(key) for key in keys]

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from jinfer import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
-from jinfer.nn.adapted_rows import AdapterSlots
-from jinfer.ops.matmul.half_precision import reads_16_bit_weights
+from jinfer.nn.lora_rows import AdapterSlots
+from jinfer.ops.matmul.dense import reads_16_bit_weights
 from tests.engine.adapters import in_steps_of_int8, merge_by_hand, write_adapter
 from tests.engine.tiny import GOLDEN, PROMPTS, held
 

@@ -10,7 +10,7 @@ import pytest
 
 from jinfer import LLM, EngineError, RequestError, SamplingParams
 from jinfer.cpu import build_library
-from jinfer.cpu import interrupt_call as cpu
+from jinfer.cpu import library_calls as cpu
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import sampler_output
 from jinfer.engine.runner.forward_passes import Passes

@@ -16,7 +16,7 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.attention.kv_cache import nbytes
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from tests.engine.tiny import GREEDY, PROMPTS, continued, held, ids, open_model
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -238,7 +238,7 @@ def test_the_cache_is_updated_in_place(llm: LLM, kind: Any) -> None:
     """Donation holds: the cache goes out in the memory it came in with, and is not copied."""
     programs = llm._engine.runner.programs
     size = 16 if kind in ("logits", "forward") else 4
-    shape = StepKey(kind, size, 1, rows=1, stages=stage_sets()[0])
+    shape = StepKey(kind, size, 1, rows=1, stages=sampler_sets()[0])
     program = programs.get(shape)
     assert program.memory_analysis().alias_size_in_bytes >= nbytes(programs.allocate_kv_cache())
     pools = {f"f32[{','.join(map(str, c.keys.shape))}]" for c in programs.cache.values()}

@@ -126,12 +126,12 @@ def test_memory_of_states() -> None:
         assert sum(array.nbytes for array in cache) == 13 * bytes_
 
 
-def test_error_feedback_gives_way() -> None:
+def test_gptq_gives_way_to_mse() -> None:
     """It runs single layers, without an engine's states."""
-    overrides = {"quantization.weights": "q4", "quantization.method": "feedback"}
+    overrides = {"quantization.weights": "q4", "quantization.method": "gptq"}
     with open_model("lfm2", **overrides) as llm:
         answer = llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids
-    with open_model("lfm2", **(overrides | {"quantization.method": "search"})) as llm:
+    with open_model("lfm2", **(overrides | {"quantization.method": "mse"})) as llm:
         assert llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids == answer
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer.modelspec.position_blocks import DisentangledSpec
-from jinfer.nn.disentangled_attention import distance_buckets
+from jinfer.nn.attention_features import distance_buckets
 from tests.reference.numpy_blocks import softmax
 from tests.reference.numpy_positions import Floats
 from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within

@@ -15,11 +15,9 @@ from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.attention.paged_attention import attend, attend_partial
 from kernels_pallas.attention.write_kv import HeadVectors, Rotation, WriteSlots, write_kv
-from kernels_pallas.matmul.dequantize import dequantize
-from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
-from kernels_pallas.matmul.quantized import matmul
+from kernels_pallas.matmul.quantized import dequantize, matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.topk_threshold import mass_threshold
 from kernels_pallas.triton_ops import Backend

@@ -29,12 +29,12 @@ def _described() -> Iterator[None]:
         yield
 
 
-def test_padding_and_keys_that_nobody_wrote() -> None:
+def test_padding_and_unwritten_keys() -> None:
     runs = ((0, 70, 2), (PADDING, 3, 1), (1, 8, 1))
     Case(("bf16", "bf16"), runs, dims=(64, 32), **SHORT).check("mosaic")
 
 
-def test_everything_but_tables_of_distances() -> None:
+def test_all_modifiers_but_distance_tables() -> None:
     changes: dict[str, Any] = {"window": 70, "softcap": 5.0, "slopes": True, "sinks": True}
     shape: dict[str, Any] = {"heads": (4, 1), "dims": (96, 32), "rows": 1, "blocks": 6}
     Case(("f16", "f16"), ((0, 298, 3),), **shape, **changes).check("mosaic")
@@ -54,7 +54,7 @@ def test_values_of_several_products() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("low", [0, 63, 127])
-def test_as_many_splits_as_there_are(low: int) -> None:
+def test_all_splits(low: int) -> None:
     """Rows of a tile whose windows begin in different splits."""
     shape: dict[str, Any] = {"length": 4160, "rows": 1, "blocks": 65}
     runs = ((0, low + 3968 - 3, 4),)
@@ -64,7 +64,7 @@ def test_as_many_splits_as_there_are(low: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("window", [None, 40])
-def test_the_same_bits_in_any_company(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_batch_invariant(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone each split is a program's; together one may compute all of them."""
     case = Case(("bf16", "bf16"), MIXED, heads=(6, 2), dims=(48, 48), window=window)
     case.check_alone("mosaic", every=9)
@@ -111,7 +111,7 @@ def test_powers_of_two_are_exact() -> None:
     assert power_of_two(jnp.float32(-(2.0**20))) == np.ldexp(np.float32(1), -126)
 
 
-def test_what_it_takes() -> None:
+def test_supported_caches() -> None:
     def of(kind: str, dim: int) -> Any:
         return kept(kind, np.zeros((1, 1, TOKENS, dim)))
 

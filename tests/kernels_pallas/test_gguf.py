@@ -12,7 +12,7 @@ import pytest
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.modelspec.quant_format import QuantFormat
 from kernels_pallas.matmul import weight_layout
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.grouped import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows
@@ -106,7 +106,7 @@ def test_many_rows(name: str) -> None:
     assert_near(y, x, values[1])
 
 
-def test_what_the_kernels_do_not_read_is_refused() -> None:
+def test_unsupported_layouts_are_errors() -> None:
     words, scales = jnp.zeros((4, 1, 4, 1, 32), jnp.uint32), jnp.zeros((4, 1, 1, 16, 2), jnp.int8)
     steps = jnp.zeros((4, 1, 1, 4, 2), jnp.float16)
     with pytest.raises(ValueError, match=r"in blocks of \(16, 32\)"):

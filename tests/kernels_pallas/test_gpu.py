@@ -17,9 +17,8 @@ from jinfer.modelspec.quant_format import FLOAT_DTYPES, QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
-from jinfer.sampling.thresholds import top_mass
-from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
-from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from jinfer.sampling.truncation import top_mass
+from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import matmul, matmul_partials
 from kernels_pallas.matmul.weight_layout import PackedMatrix
@@ -196,7 +195,7 @@ def test_attention_over_other_values(kinds: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runs", [DECODING, MIXED, PROMPTS], ids=["one", "mixed", "prompts"])
 @pytest.mark.parametrize("heads", [(4, 1), (32, 8)])
-def test_the_same_bits_in_any_company(kind: str, runs: Any, heads: tuple[int, int]) -> None:
+def test_results_are_batch_invariant(kind: str, runs: Any, heads: tuple[int, int]) -> None:
     """By tiles of other sizes, in programs of one split or of all."""
     case = Case((kind, kind), runs, dims=(128, 128), heads=heads, rows=4, **LONG)
     case.check_alone(interpret=False, every=37)

@@ -16,9 +16,8 @@ from jax import Array
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant import bit_packing
 from kernels_pallas.matmul import unpack, weight_layout
-from kernels_pallas.matmul.dequantize import dequantize
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
-from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul, matmul_partials
+from kernels_pallas.matmul.quantized import KERNEL_ROWS, dequantize, matmul, matmul_partials
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 
@@ -35,13 +34,13 @@ FORMATS = [
 ALL = [QuantFormat(w, b, s) for w, b, s in product(WIDTHS, (32, 64, 128), (False, True))]
 
 
-def test_codes_stand_where_they_are_packed() -> None:
+def test_codes_are_at_their_packed_positions() -> None:
     assert {
         bits: list(pieces) for bits, pieces in bit_packing.PIECES.items()
     } == weight_layout.PIECES
 
 
-def test_pairs_are_taken_apart_exactly() -> None:
+def test_pairs_are_split_exactly() -> None:
     v = np.arange(121)
     f = on_device(1 + v / 128, jnp.float16)[None]
     one = unpack.ScaleAndBase(jnp.ones_like(f), jnp.zeros_like(f))

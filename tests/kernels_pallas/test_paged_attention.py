@@ -52,7 +52,7 @@ def test_every_kind(kind: str, backend: str) -> None:
         for kind in KINDS
     ],
 )
-def test_everything_of_a_kind(kind: str, backend: str) -> None:
+def test_all_modifiers_of_a_cache_kind(kind: str, backend: str) -> None:
     case = Case((kind, kind), ((0, 298, 3),), heads=(20, 1), dims=(96, 32), **EVERYTHING)
     case.check(backend)
 
@@ -143,7 +143,7 @@ def test_edges_of_the_splits_sizes(position: int) -> None:
 
 
 @pytest.mark.parametrize("low", [0, 1, 63, 100, 127])
-def test_as_many_splits_as_there_are(low: int) -> None:
+def test_all_splits(low: int) -> None:
     """Keys that begin and end within a split; the first and the last do not share a place."""
     runs = ((0, low + 3968 - 1, 1),)
     shape: dict[str, Any] = {"length": 4160, "rows": 1, "blocks": 65}
@@ -154,7 +154,7 @@ def test_as_many_splits_as_there_are(low: int) -> None:
     "kind", ["q8", *(pytest.param(k, marks=pytest.mark.soak) for k in ("f32", "bf16"))]
 )
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_same_bits_in_any_company(
+def test_results_are_batch_invariant(
     kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone each split is a program's; together one may compute all of them."""
@@ -171,7 +171,7 @@ def test_the_same_bits_in_any_company(
         assert one.tobytes() == together[token].tobytes()
 
 
-def test_the_same_bits_wherever_blocks_lie() -> None:
+def test_block_placement_does_not_change_bits() -> None:
     case = Case(("f16", "f16"), MIXED)
     before = case.run()
     order = np.random.default_rng(1).permutation(20)
@@ -188,7 +188,7 @@ def test_the_same_bits_wherever_blocks_lie() -> None:
 @pytest.mark.soak  # each example is a program, or two
 @settings(max_examples=20)
 @given(data=st.data())
-def test_anything_together(data: st.DataObject) -> None:
+def test_random_combinations(data: st.DataObject) -> None:
     draw = data.draw
     kinds = draw(st.sampled_from(KINDS), "keys"), draw(st.sampled_from([*KINDS, None]), "values")
     dims = tuple(
@@ -220,14 +220,14 @@ def test_anything_together(data: st.DataObject) -> None:
 
 
 @BACKENDS
-def test_a_query_that_sees_nothing_gets_zeros(backend: str) -> None:
+def test_query_without_keys_gives_zeros(backend: str) -> None:
     case = Case(("f16", "f16"), ((0, 5, 1), (1, 5, 2)), last=-1)
     assert not case.run(backend).any()
 
 
 @BACKENDS
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
-def test_queries_that_fp16_does_not_hold(scale: float, backend: str) -> None:
+def test_queries_beyond_the_range_of_fp16(scale: float, backend: str) -> None:
     """Rows of queries are scaled to it."""
     case = Case(("q8", "q8"), ((0, 63, 1),), heads=(2, 1), dtype=jnp.float32)
     case.q *= jnp.float32(1 / scale)
@@ -276,7 +276,7 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("q")])
-def test_codes_are_what_the_cache_says(kind: str) -> None:
+def test_codes_follow_the_caches_layout(kind: str) -> None:
     """Against the definition; where float32 rounds otherwise, a number is a step off."""
     x = np.random.default_rng(0).standard_normal((2, 1, 50, 100)).astype(np.float32)
     got, wanted = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)

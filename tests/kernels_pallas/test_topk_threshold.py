@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer.ops.backend import target_platform
-from jinfer.sampling.thresholds import top_mass, top_values
+from jinfer.sampling.truncation import top_mass, top_values
 from tests.arrays import on_device
 
 VOCAB = 40_000
@@ -33,7 +33,7 @@ def test_the_greatest_that_weigh_enough(logits: np.ndarray) -> None:
         assert np.array_equal(kept[row], x >= x[descending[last]])
 
 
-def test_so_many_of_the_greatest(logits: np.ndarray) -> None:
+def test_count_of_the_greatest(logits: np.ndarray) -> None:
     count = on_device([1, 40, VOCAB + 5], jnp.int32)
     expected = top_values(on_device(logits), count)
     with target_platform("gpu", interpret=True):

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, RequestError
-from jinfer.loader.open_keywords import FOREIGN, check_keywords
+from jinfer.loader.open_keywords import check_keywords
 from jinfer.loader.open_model import open_model
+from jinfer.modelspec.foreign_names import foreign_names, keyword
 from jinfer.modelspec.resolve_spec import TOP_KEYS
 from jinfer.modelspec.spec_errors import SpecError
 
@@ -58,14 +59,14 @@ def test_what_is_no_source(source: Any) -> None:
 
 
 def test_keys_of_specifications_are_not_foreign() -> None:
-    assert not FOREIGN.keys() & set(TOP_KEYS)
+    assert not any(row.key or row.python for name in TOP_KEYS if (row := keyword(name)))
     check_keywords({"engine.context": 5, "engine": {"slots": 2}, "dtype": "float32"})
     with pytest.raises(SpecError, match="nonsense: unknown key; allowed: "):
         open_model(GOLDEN, {"nonsense": 1})
 
 
 def test_where_foreign_keys_lead_is_somewhere() -> None:
-    for found in {found for found in FOREIGN.values() if " " not in found}:
+    for found in {row.key for row in foreign_names() if row.key}:
         table, _, key = found.partition(".")
         assert table in TOP_KEYS
         if key and key not in TOP_KEYS:  # without its table it leads to itself

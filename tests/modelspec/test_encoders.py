@@ -128,7 +128,7 @@ def test_cross_attention_has_its_own_sizes() -> None:
          "only the head formula of an encoder can"),
         ({"encoder__modules__first__take": "max"}, "encoder.modules.first.take: 'max' is not"),
         ({"encoder__modules__first__take": "means"}, "encoder.modules.first.take: 'means' is not "
-         "one of the words here; did you mean 'mean'?"),
+         "one of the allowed words; did you mean 'mean'?"),
         ({"encoder__modules__attn": {"kind": "latent_attention", "latent_rank": 8, "nope_dim": 8,
           "rope_dim": 4, "value_dim": 8, "position": {"kind": "rope", "dim": 4}}},
          "encoder.layer: calls attn, a latent attention, which only a decoder can"),

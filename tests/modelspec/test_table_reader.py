@@ -102,14 +102,14 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (
             feed_forward_blocks.Activation,
             "silo",
-            "'silo' is not one of the words here; did you mean 'silu'?",
+            "'silo' is not one of the allowed words; did you mean 'silu'?",
         ),
         (
             feed_forward_blocks.Activation,
             3,
-            "3 is not one of the words here; allowed: gelu, gelu_tanh",
+            "3 is not one of the allowed words; allowed: gelu, gelu_tanh",
         ),
-        (feed_forward_blocks.Activation, ["silu"], "['silu'] is not one of the words here"),
+        (feed_forward_blocks.Activation, ["silu"], "['silu'] is not one of the allowed words"),
         (feed_forward_blocks.Activation, "clamped_swiglu", "allowed: gelu, gelu_tanh, quick_gelu"),
         (Size, 0, "0 is not a whole number from 1 to 2^31 - 1"),
         (Size, -1, "-1 is not a whole number from 1 to 2^31 - 1"),
@@ -303,7 +303,7 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
     ("table", "reason"),
     [
         ({"factor": 2.0}, "some.key.scaling.rope_type: is missing"),
-        ({"type": "longropes"}, "some.key.scaling.rope_type: 'longropes' is not one of the words"),
+        ({"type": "longropes"}, "some.key.scaling.rope_type: 'longropes' is not one of"),
         ({"type": "longrope", "short_factor": [1.0, 2.0]}, "scaling.short_factor: has 2 numbers for"
          " 4 pairs"),
         ({"type": "longrope", "long_factor": [1, 1, 0, 1]}, "scaling.long_factor: has a number that"

@@ -52,7 +52,7 @@ def test_parts_have_the_names_of_their_modules() -> None:
         def applied(self, value: Any) -> Any:
             return value * 2
 
-        def taken(self, rows: Any) -> Any:
+        def select_rows(self, rows: Any) -> Any:
             return self
 
     def module(given: list[Any]) -> Any:
@@ -63,7 +63,7 @@ def test_parts_have_the_names_of_their_modules() -> None:
     assert taps.called("a", module, [jax.numpy.ones(1)])[0] == 2
     assert sorted(taps.captured) == ["a.part", "a.seen"]
     assert tapped("part", 7) == 7  # outside, nothing is tapped
-    with pytest.raises(TapError, match=r"a\.seen is computed beside"):
+    with pytest.raises(TapError, match=r"a\.seen does not take part"):
         Tapping(ActivationTaps((), {"a.seen": Twice()})).called("a", module, [np.ones(1)])
 
 

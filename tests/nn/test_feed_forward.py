@@ -50,7 +50,7 @@ def test_activation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_what_is_no_number_stays_one_of_its_own(name: str) -> None:
+def test_nan_stays_in_its_own_row(name: str) -> None:
     x = np.linspace(-3, 3, 101, dtype=np.float32)
     x[[0, 40, 100]] = np.nan
     for isa in isas() or ["portable"]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jinfer.modelspec.blocks import BlockLinearSpec
 from jinfer.nn.projections import BlockLinear
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.matmul import dense
 from tests.arrays import on_device
 
 
@@ -32,6 +32,6 @@ def test_block_linear() -> None:
     y = run(x)
     expected = np.einsum("tbi,boi->tbo", x.reshape(9, 4, 16), weight) + bias
     np.testing.assert_allclose(y, expected.reshape(9, 32), rtol=0, atol=1e-5)
-    if half_precision.reads_16_bit_weights():  # elsewhere XLA's bits vary with the batch
+    if dense.reads_16_bit_weights():  # elsewhere XLA's bits vary with the batch
         alone = [run(x[i : i + 1]) for i in range(9)]
         np.testing.assert_array_equal(np.concatenate(alone), y)

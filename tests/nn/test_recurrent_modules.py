@@ -25,9 +25,7 @@ def bonus(*vectors: jax.Array) -> jax.Array:
     ("operation", "inputs"), [(unit_length, 1), (bonus, 3)], ids=["unit_length", "bonus"]
 )
 @pytest.mark.usefixtures("optimized")
-def test_a_row_has_its_bits_in_any_company(
-    operation: Callable[..., jax.Array], inputs: int
-) -> None:
+def test_rows_are_batch_invariant(operation: Callable[..., jax.Array], inputs: int) -> None:
     compiled = jax.jit(operation)
     together = np.asarray(compiled(*ROWS[:inputs]))
     for size in (1, 2, 4):

@@ -9,8 +9,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.modelspec.feed_forward_blocks import MoESpec
-from jinfer.nn.router import Router
-from jinfer.ops.moe_routing import route
+from jinfer.nn.feed_forward import Router
+from jinfer.ops.moe import route
 from tests.arrays import on_device
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, sigmoid, softmax
@@ -69,7 +69,7 @@ def test_sigmoid() -> None:
 
 
 @pytest.mark.parametrize("top_k_groups", [1, 2, 3])
-def test_groups_by_their_best(top_k_groups: int) -> None:
+def test_groups_are_ranked_by_their_best_expert(top_k_groups: int) -> None:
     """DeepSeek-V2's group-limited choice."""
 
     def rule(row: Floats) -> Routed:
@@ -96,7 +96,7 @@ def test_correction_groups_and_scale_together() -> None:
     )
 
 
-def test_an_expert_outside_the_groups_is_not_taken_for_a_negative_score() -> None:
+def test_masked_expert_is_not_chosen_over_a_negative_score() -> None:
     logits, correction = jnp.zeros((1, EXPERTS), jnp.float32), np.full(EXPERTS, -9.0)
     correction[:4] = -1.0, -8.0, -8.0, -8.0
     made = block(scoring="sigmoid", correction_bias=True, groups=3, top_k=4)
@@ -116,7 +116,7 @@ def test_sparsemixer(jitter_eps: float, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sparsemixer"])
-def test_of_equal_scores_the_first_are_taken(scoring: str) -> None:
+def test_ties_choose_the_lower_index(scoring: str) -> None:
     zeros = jnp.zeros((2, EXPERTS), jnp.float32)
     chosen, weights = route(zeros, None, block(scoring=scoring, renormalize=True))
     assert chosen.tolist() == [[0, 1, 2]] * 2
@@ -163,7 +163,7 @@ def test_router_in_float32() -> None:
         ({"scoring": "sparsemixer", "groups": 2, "top_k_groups": 2}, "scoring"),
     ],
 )
-def test_fields_that_do_not_fit(changes: dict[str, Any], field: str) -> None:
+def test_invalid_fields_are_errors(changes: dict[str, Any], field: str) -> None:
     made = {"experts": EXPERTS, "top_k": 3, "inputs": 4, "width": 5} | changes
     wrong = MoESpec(kind="moe", **made).check()
     assert wrong is not None

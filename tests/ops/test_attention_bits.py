@@ -196,7 +196,7 @@ def test_threads_do_not_change_bits(kind: str) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("tokens", [20, 100, 700])
-def test_a_text_does_not_depend_on_the_others(tokens: int) -> None:
+def test_text_is_independent_of_other_texts(tokens: int) -> None:
     """Padding and company change no bit of it."""
     rules = ScoreRules(SCALE, window=90, ahead=90)
     q, k, v = random(1, 3, tokens, 4, 40), random(2, 3, tokens, 2, 40), random(3, 3, tokens, 2, 40)
@@ -210,7 +210,7 @@ def test_a_text_does_not_depend_on_the_others(tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-def test_a_broken_neighbour_does_not_change_bits() -> None:
+def test_nan_in_another_sequence_does_not_change_bits() -> None:
     """A NaN among the tokens that come after in one's own batch is not seen, nor another's."""
     lengths = [70, 5]
     tables, shape = tables_of(lengths), CacheShape(1, 40, 40)
@@ -230,7 +230,7 @@ def test_a_broken_neighbour_does_not_change_bits() -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["f16", "q8"])
 @pytest.mark.parametrize("sequences", [8, 70])
-def test_next_tokens_do_not_depend_on_each_other(sequences: int, kind: str) -> None:
+def test_decoded_tokens_are_independent(sequences: int, kind: str) -> None:
     """A token of each of many sequences, and padding; what is written is the same, too."""
     lengths = [1 + 37 * row % 200 for row in range(sequences)]
     tables = tables_of(lengths, width=4)
@@ -251,7 +251,7 @@ def test_next_tokens_do_not_depend_on_each_other(sequences: int, kind: str) -> N
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("position", [68, 63])
-def test_a_token_sees_what_is_written_beside_it(position: int) -> None:
+def test_token_sees_keys_written_in_the_same_call(position: int) -> None:
     """Rows may have the same blocks; tokens of both then are as those of one sequence."""
     tables, shape = np.array([[1, 0], [1, 0]], np.int32), CacheShape(2, 64, 64)
     count = position + 2
@@ -300,7 +300,7 @@ def test_old_keys_of_a_long_text(kind: str, window: int | None) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["f16", "q8"])
 @pytest.mark.parametrize("part", ["keys", "values"])
-def test_a_broken_old_key_is_seen(kind: str, part: str) -> None:
+def test_nan_in_an_old_key_is_seen(kind: str, part: str) -> None:
     length = 2100
     tables = tables_of([length])
     keys, values = [random(0, length, 1, 64)], [random(1, length, 1, 64)]

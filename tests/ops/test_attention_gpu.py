@@ -200,7 +200,7 @@ def test_lowers_for_a_gpu(kind: str) -> None:
         assert "256x8x64x128x" not in text
 
 
-def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     q = jnp.zeros((1, 2, 24))
     even, odd = (jnp.zeros((1, 1, BLOCK, dim), jnp.bfloat16) for dim in (48, 24))
     codes = zero_vectors((1, 1, BLOCK, 24), FORMATS["q4"])

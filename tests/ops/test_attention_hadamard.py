@@ -33,7 +33,7 @@ def test_parts() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_scores_stay_what_they_are(size: int) -> None:
+def test_rotation_keeps_scores(size: int) -> None:
     q, k = drawn(size), drawn(size, 4)
     a, b = hadamard(q, query=True), hadamard(k, query=False)
     wanted = np.einsum("thd,shd->ths", *(np.asarray(x, np.float64) for x in (q, k)))
@@ -55,7 +55,7 @@ def test_bits(query: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_what_is_large_is_spread(size: int) -> None:
+def test_outliers_are_spread(size: int) -> None:
     """A channel over its head, and so channels that are all alike."""
     one = np.zeros((1, 1, size), np.float32)
     one[..., 5] = 1
@@ -74,6 +74,6 @@ def test_narrow_types_are_rounded_once() -> None:
 
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 @pytest.mark.parametrize("size", [0, 48])
-def test_what_does_not_fit_is_refused(size: int) -> None:
+def test_mismatched_operands_are_errors(size: int) -> None:
     with pytest.raises(Exception, match="such a size"):
         jax.block_until_ready(rowwise.hadamard(jnp.ones((2, 64)), size=size, query=True))

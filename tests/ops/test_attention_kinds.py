@@ -105,7 +105,7 @@ def test_against_numpy(form: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "kind", "shared"), EACH)
-def test_what_is_kept_is_what_is_read(form: Any, kind: str, shared: bool) -> None:
+def test_written_vectors_are_read_back(form: Any, kind: str, shared: bool) -> None:
     """Attention over what the arrays of the cache say, in float64; widths that fill no block."""
     lengths = [130, 5, 70]
     runs = [Run(1, 0, 5), Run(-1, 0, 2), Run(2, 69), Run(0, 100, 30)]
@@ -156,7 +156,7 @@ def test_queries_of_other_types(dtype: Any, kind: str) -> None:
 
 @FORMS
 @pytest.mark.parametrize("kind", ["f16", "q3.5"])
-def test_a_prompt_in_chunks_is_the_prompt(form: Any, kind: str) -> None:
+def test_prompt_chunks_do_not_change_results(form: Any, kind: str) -> None:
     q, k, v = random(1, 200, 4, 32), random(2, 200, 2, 32), random(3, 200, 2, 32)
     tables, shape = tables_of([200]), CacheShape(2, 32, 32)
     cache = unwritten(kind, shape, 4)
@@ -176,7 +176,7 @@ def test_a_prompt_in_chunks_is_the_prompt(form: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     "dim", [24, 40, *(pytest.param(dim, marks=pytest.mark.soak) for dim in (8, 32, 72, 104, 120))]
 )
-def test_what_is_not_there_is_not_read(form: Any, kind: str, dim: int) -> None:
+def test_unused_blocks_are_not_read(form: Any, kind: str, dim: int) -> None:
     """All that no token has written is NaN: in one's own blocks too."""
     tables = tables_of([120, 64])
     cache = unwritten(kind, CacheShape(1, dim, dim), 3)
@@ -187,7 +187,7 @@ def test_what_is_not_there_is_not_read(form: Any, kind: str, dim: int) -> None:
 
 @FORMS
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_key_shows(form: Any, kind: str) -> None:
+def test_nan_in_a_key_is_seen(form: Any, kind: str) -> None:
     """A cache keeps a NaN as NaN, be it of codes: who sees the token gets NaN, nobody else.
 
     Of so many tokens that XLA reduces their blocks in vectors.
@@ -206,7 +206,7 @@ def test_a_broken_key_shows(form: Any, kind: str) -> None:
 
 @FORMS
 @pytest.mark.parametrize("kind", ["f16", "q8", "q3.5"])
-def test_the_cache_stays_where_it_is(form: Any, kind: str) -> None:
+def test_cache_is_updated_in_place(form: Any, kind: str) -> None:
     """A decoding step of two layers: no second cache, and no decoded one."""
     caches = zero_cache(dict.fromkeys("ab", CacheShape(2, 64, 64)), 128, parse_cache_dtype(kind))
 

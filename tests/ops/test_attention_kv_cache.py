@@ -96,7 +96,7 @@ def test_write(runs: list[Run]) -> None:
     ],
     ids=["beyond", "before", "row", "block"],
 )
-def test_what_has_no_place_is_dropped(at: AttentionMetadata) -> None:
+def test_tokens_without_a_block_are_dropped(at: AttentionMetadata) -> None:
     old = full()
     new = write_cache(old, on_device(tokens(1, 1)), on_device(tokens(2, 1)), at)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
@@ -157,7 +157,7 @@ def test_a_donated_cache_is_changed_in_place(dtype: DTypeLike) -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
-def test_a_reader_of_the_whole_cache_does_not_have_it_copied() -> None:
+def test_reader_of_the_whole_cache_causes_no_copy() -> None:
     """Such a reader needs temporary memory itself, but not more of it with every layer."""
     caches = [zero_cache(dict.fromkeys(n, SHAPE), 256, jnp.bfloat16) for n in ("a", "abc")]
     one, three = (compiled_step(cache, attend_reference)[2] for cache in caches)

@@ -118,7 +118,7 @@ def test_a_bias_of_whole_texts(form: Any) -> None:
 
 
 @FORMS
-def test_what_sees_nothing_is_zero(form: Any) -> None:
+def test_query_without_keys_gives_zeros(form: Any) -> None:
     """Its window is before the end that it may see: it must not spoil the others."""
     keys, values, tables = [random(28, 12, 2, HEAD_DIM)], [random(29, 12, 2, HEAD_DIM)], [[0]]
     cache = filled("f32", keys, values, np.array(tables, np.int32))

@@ -45,7 +45,7 @@ def divided(tables: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         pytest.param("kernel", "alibi", "q8", True, marks=pytest.mark.soak),
     ],
 )
-def test_two_pools_are_one(
+def test_merge_over_two_pools_equals_one_pool(
     form: str, name: str, kind: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen(form, monkeypatch)
@@ -117,7 +117,7 @@ def compare(
         np.testing.assert_array_equal(one, np.concatenate([here, there]))
 
 
-def test_nothing_seen_is_zeros() -> None:
+def test_query_without_keys_gives_zeros() -> None:
     nothing = PartialAttention(
         jnp.zeros((1, 2, 3)), jnp.stack([jnp.full((1, 2), -jnp.inf), jnp.zeros((1, 2))], -1)
     )

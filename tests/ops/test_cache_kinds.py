@@ -78,7 +78,7 @@ def test_vectors_against_the_definition(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q4", "q3.5"])
-def test_where_a_number_stands(kind: str) -> None:
+def test_position_of_a_number_in_the_layout(kind: str) -> None:
     """As QuantizedVectors says."""
     format = FORMATS[kind]
     vectors = quantized(random(1, 5, 128), format)

@@ -160,7 +160,7 @@ def test_keys_that_are_values() -> None:
     assert_same(function, (x, pool))
 
 
-def test_keys_of_somebody_else() -> None:
+def test_attention_to_another_layers_keys() -> None:
     """A later layer that only looks at what an earlier one has written comes after its call."""
     x, (pool, _), at = given(BATCHES["one token each"], "f16")
 
@@ -174,7 +174,7 @@ def test_keys_of_somebody_else() -> None:
     assert_same(function, (x, pool))
 
 
-def test_keys_as_they_were() -> None:
+def test_earlier_reader_sees_the_old_pool() -> None:
     """Who reads a pool that another attention of the call writes to sees what was there before."""
     x, (pool, _), at = given(BATCHES["one token each"], "f16")
     weights = jax.device_put([W["q"], W["o"]])
@@ -200,7 +200,7 @@ def test_no_tokens() -> None:
     assert fuse_operations(lambda x: x + linear(norm(x), W["o"]))(x).shape == x.shape
 
 
-def test_axes_that_change_places_are_no_rows() -> None:
+def test_transposed_axes_are_not_fused() -> None:
     def function(x: jax.Array) -> jax.Array:
         y = linear(norm(x), W["o"])
         return x + linear(jax.lax.reshape(y, x.shape, dimensions=(2, 1, 0)), W["o"])
@@ -210,7 +210,7 @@ def test_axes_that_change_places_are_no_rows() -> None:
     assert_same(function, (x,))
 
 
-def test_what_is_not_computed_whole_stays_a_call_of_its_own() -> None:
+def test_partial_attention_is_not_fused() -> None:
     far = PLAIN._replace(by_distance=jnp.ones((HEADS, 30)))
     x, caches, at = given(BATCHES["prompts"], "f16")
     function = layers((far, PLAIN))
@@ -219,7 +219,7 @@ def test_what_is_not_computed_whole_stays_a_call_of_its_own() -> None:
     assert_same(function, (x, caches, at))
 
 
-def test_what_nobody_needs_is_not_computed() -> None:
+def test_unused_operations_are_eliminated() -> None:
     x, caches, at = given(BATCHES["one token"], "f16")
 
     def first(x: jax.Array) -> jax.Array:
@@ -231,7 +231,7 @@ def test_what_nobody_needs_is_not_computed() -> None:
     assert len(FusedFunction(first, (x,))._plan.rows) == len(whole._plan.rows)
 
 
-def test_a_place_that_is_not_in_the_pool_is_refused() -> None:
+def test_slot_outside_the_pool_is_an_error() -> None:
     x, caches, at = given(BATCHES["one token each"], "f16")
     wrong = at._replace(tables=at.tables + 99)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"jinfer_fused_layers: token 0 .* pool"):

@@ -20,18 +20,20 @@ from jinfer.ops.disable_kernels import SwitchError
         ("products, experts", {"products", "experts"}),
     ],
 )
-def test_what_is_off(given: str, off: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_kernels_of_each_setting(
+    given: str, off: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", given)
     assert disable_kernels.disabled_kernels() == off
     assert disable_kernels.kernels_enabled("products") == ("products" not in off)
 
 
-def test_all_are_on_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_are_enabled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JINFER_NO_KERNELS", raising=False)
     assert not disable_kernels.disabled_kernels()
 
 
-def test_unknown_words_are_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_kernel_name_is_an_early_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", "products,norms")
     assert SwitchError in USER_ERRORS
     with pytest.raises(SwitchError) as caught:

@@ -196,12 +196,12 @@ def test_calls_and_bits(name: str, dtype: Any) -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
-def test_where_something_is_recorded_nothing_is_rewritten() -> None:
+def test_calibration_disables_fusion() -> None:
     assert fuses_for_cpu({"w": W["q"]})
     assert not fuses_for_cpu({"w": record_inputs(W["q"], "squares")})
 
 
-def test_what_is_no_chain_stays() -> None:
+def test_unfusible_operations_are_unchanged() -> None:
     def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sin(x) + x, norm(x)
 
@@ -229,7 +229,7 @@ def test_other_arguments_and_results() -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-def test_products_that_nothing_fuses() -> None:
+def test_single_products_are_not_fused() -> None:
     """A row's bits are those it has alone, though XLA's loops have other vectors for more rows."""
     a, b = (
         on_device(np.random.default_rng(n).normal(size=(1, 4)).astype(np.float32)) for n in (1, 2)

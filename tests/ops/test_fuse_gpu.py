@@ -14,7 +14,7 @@ from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
-from jinfer.ops.attention.write_kv import write_kv
+from jinfer.ops.attention.paged_attention import write_kv
 from jinfer.ops.backend import target_platform
 from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
@@ -167,7 +167,9 @@ def test_layers(layer: Callable[..., Array], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_plain_products")
-def test_rows_that_nothing_reduces_are_prepared_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_reductions_are_prepared_by_superblock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(PREPARED, "_LONG_ROW", 1)  # superblocks
     monkeypatch.setattr(ROWS, "prepare_rows", noting := Noting(ROWS.prepare_rows))
     check_layer(before, 5, jnp.float32, monkeypatch)
@@ -252,7 +254,7 @@ def test_new_tokens_in_a_cache(pairs: int, adjacent: bool, kind: Any) -> None:
         assert int(jnp.sum(jnp.any(one != old, axis=(1, 3)))) == 3
 
 
-def test_nothing_else_is_changed() -> None:
+def test_other_operations_are_unchanged() -> None:
     """What needs other rows, or is of no product, is computed as it says."""
 
     def function(x: Array) -> tuple[Array, Array]:

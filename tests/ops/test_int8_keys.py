@@ -91,7 +91,7 @@ def table(*blocks: int) -> np.ndarray:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_bits_are_as_without(kind: str) -> None:
+def test_int8_keys_do_not_change_bits(kind: str) -> None:
     """Of a prompt in chunks, and of tokens after it; complete splits alone have int8 keys."""
     texts, order = Texts([2200]), np.random.default_rng(1).permutation(BLOCKS)[:35]
     tables = table(*order.tolist())
@@ -109,7 +109,7 @@ def test_bits_are_as_without(kind: str) -> None:
 @WITH_INTEGERS
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("length", [600, 1023])
-def test_short_texts_have_none(length: int) -> None:
+def test_short_texts_have_no_int8_keys(length: int) -> None:
     tables = table(*range(17))
     _, (cache,) = Texts([length]).extend([pool("f16")], [Run(0, 0, length)], tables)
     assert int8_blocks(cache) == set(range(-(-length // BLOCK), BLOCKS))
@@ -136,7 +136,7 @@ def test_sequences_that_share_blocks_of_a_split() -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("begin", [1000, 1400, 1023])
-def test_keys_that_are_written_again(begin: int) -> None:
+def test_rewritten_keys_invalidate_int8_keys(begin: int) -> None:
     """As after drafts that were rejected: what was there before is not used."""
     texts, tables = Texts([1700]), table(*range(27))
     caches = [pool("f16"), pool("f16", int8_keys=False)]
@@ -150,7 +150,7 @@ def test_keys_that_are_written_again(begin: int) -> None:
 
 @WITH_INTEGERS
 @pytest.mark.usefixtures("isa")
-def test_blocks_that_came_back_without() -> None:
+def test_restored_blocks_without_int8_keys() -> None:
     """As from a file, which has a block as it was before its split was complete."""
     texts, tables = Texts([1700]), table(*range(27))
     _, (cache,) = texts.extend([pool("f16")], [Run(0, 0, 1660)], tables)
@@ -163,7 +163,7 @@ def test_blocks_that_came_back_without() -> None:
 
 @WITH_INTEGERS
 @pytest.mark.usefixtures("isa")
-def test_other_writes_clear_them() -> None:
+def test_other_writes_clear_int8_keys() -> None:
     texts, tables = Texts([1600]), table(*range(25))
     _, (cache,) = texts.extend([pool("f16")], [Run(0, 0, 1600)], tables)
     before = int8_blocks(cache)

@@ -8,8 +8,7 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.ops.matmul import lora
-from jinfer.ops.matmul.dora import NORM_TERMS, rescale
-from jinfer.ops.matmul.lora import Stacks, add_lora, row_adapters
+from jinfer.ops.matmul.lora import NORM_TERMS, Stacks, add_lora, rescale, row_adapters
 
 RNG = np.random.default_rng(4)
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 8, 48, 40
@@ -43,13 +42,13 @@ def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call, grouped products, or products with all slots."""
     if way != "called":
         no_call = SimpleNamespace(reads_16_bit_weights=lambda: False)
-        monkeypatch.setattr(lora, "half_precision", no_call)
+        monkeypatch.setattr(lora, "dense", no_call)
     if way == "masked":
         monkeypatch.setattr(lora, "_is_grouped", lambda stacks: False)
 
 
 @pytest.mark.parametrize("way", ["called", "grouped", "masked"])
-def test_each_row_has_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_uses_its_own_adapter(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(way, monkeypatch)
     x = RNG.normal(size=(len(ROWS), INPUTS)).astype(np.float32)
     y = np.where(RNG.random((len(ROWS), OUTPUTS)) < 0.5, np.float32(-0.0), np.float32(1.5))

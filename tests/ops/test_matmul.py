@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.matmul import gated_linear, linear, linear_of_stack, linears, take_rows
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import linear as numpy_linear
@@ -20,8 +20,8 @@ NARROW = [jnp.bfloat16, jnp.float16]
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the custom call, where there is one, and without."""
     if request.param == "xla":
-        monkeypatch.setattr(half_precision, "reads_16_bit_weights", lambda: False)
-    elif not half_precision.reads_16_bit_weights():
+        monkeypatch.setattr(dense, "reads_16_bit_weights", lambda: False)
+    elif not dense.reads_16_bit_weights():
         pytest.skip("no custom calls")
 
 
@@ -56,7 +56,7 @@ def test_linear(dtype: DTypeLike, tolerance: float, rows: tuple[int, ...], biase
     assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=1e-5)
 
 
-def test_sums_are_not_rounded_on_the_way() -> None:
+def test_sums_are_accumulated_in_float32() -> None:
     """512 + 1 + ... + 1 is 512 to whoever adds in bfloat16."""
     x = jnp.ones(513, jnp.bfloat16)
     weight = jnp.concatenate([jnp.full(1, 512, jnp.bfloat16), jnp.ones(512, jnp.bfloat16)])
@@ -87,7 +87,7 @@ def test_weights_of_16_bits_are_exact(narrow: DTypeLike, rows: tuple[int, ...]) 
 
 @both_ways
 @pytest.mark.parametrize("narrow", NARROW)
-def test_one_of_a_stack(narrow: DTypeLike) -> None:
+def test_one_matrix_of_a_stack(narrow: DTypeLike) -> None:
     x, stack, biases = random(1, 5, 40), random(2, 3, 20, 40, dtype=narrow), random(3, 3, 20)
     for index in range(3):
         got = linear_of_stack(x, stack, biases, jnp.int32(index))
@@ -95,7 +95,7 @@ def test_one_of_a_stack(narrow: DTypeLike) -> None:
         assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not half_precision.reads_16_bit_weights(), reason="no custom calls")
+@pytest.mark.skipif(not dense.reads_16_bit_weights(), reason="no custom calls")
 @pytest.mark.parametrize("narrow", [jnp.float32, *NARROW])
 def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
     x, gate, up = random(1, 2, 3, 40), random(2, 20, 40, dtype=narrow), random(3, 20, 40)

@@ -93,7 +93,7 @@ def test_matrices_decoded_in_parts() -> None:
     check(weight, 9)
 
 
-def test_numbers_that_are_not_finite() -> None:
+def test_non_finite_numbers() -> None:
     """They reach only the outputs and rows that they belong to."""
     x = np.ones((3, 576), np.float32)
     x[1, 100] = np.nan

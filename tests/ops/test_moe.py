@@ -173,7 +173,7 @@ def test_adapters_of_experts(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 @BOTH
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_one_expert_gets_everything(function: object, rows: int) -> None:
+def test_all_rows_choose_one_expert(function: object, rows: int) -> None:
     """300 rows are more than the largest block."""
     experts = made_up(4, True, False)
     x = on_device(np.random.default_rng(0).normal(size=(rows, HIDDEN)), jnp.float32)

@@ -77,7 +77,7 @@ def test_shares(size: int) -> None:
             np.testing.assert_allclose(each, 1 / (1 + np.exp(-x.astype(np.float64))), 1e-5, 1e-37)
 
 
-def test_what_is_no_number_shows() -> None:
+def test_nan_is_seen() -> None:
     x = random(3, 40)
     x[1, 33] = np.nan
     for function in (softmax, sigmoid, lambda v: normalize(v, None, eps=1e-5)):
@@ -89,7 +89,7 @@ def test_what_is_no_number_shows() -> None:
 
 @calls
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 576])
-def test_a_row_is_the_same_in_any_company(size: int) -> None:
+def test_rows_are_batch_invariant(size: int) -> None:
     """XLA's own sums over the last axis are not, from some thousand numbers on."""
     x = random(600, size)
     functions = [jax.jit(softmax), jax.jit(sigmoid), jax.jit(partial(activate, "gelu"))] + [
@@ -113,7 +113,7 @@ def test_leading_axes_and_types_stay() -> None:
     np.testing.assert_allclose(y.astype(jnp.float32), 2.0)
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_empty_input() -> None:
     assert normalize(jnp.ones((0, 8)), jnp.ones(8), eps=1e-6).shape == (0, 8)
 
 
@@ -122,7 +122,7 @@ def test_nothing_in_nothing_out() -> None:
     ("weight", "bias", "what"),
     [((1, 7), None, "do not fit"), ((1, 8), (2, 8), "do not fit"), ((0, 8), None, "no weights")],
 )
-def test_vectors_that_do_not_fit_are_refused(
+def test_mismatched_vectors_are_errors(
     weight: tuple[int, ...], bias: tuple[int, ...] | None, what: str
 ) -> None:
     vectors = jnp.ones(weight), None if bias is None else jnp.ones(bias)

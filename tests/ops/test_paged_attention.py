@@ -121,7 +121,7 @@ def test_alibi(form: Any, window: int | None) -> None:
 
 
 @FORMS
-def test_the_end_that_is_given_counts(form: Any) -> None:
+def test_last_visible_position_limits_keys(form: Any) -> None:
     """As for an encoder's tokens, of which a query at any position sees all."""
     keys, values, cache, tables = filled([3, 150, 64], 2)
     runs = [Run(2, 700, 2), Run(0, 0), Run(1, 5, 3), Run(0, 9)]
@@ -145,7 +145,7 @@ def test_sequences_may_share_blocks(form: Any) -> None:
 
 
 @FAST
-def test_blocks_before_the_window_may_have_been_given_back(form: Any) -> None:
+def test_freed_blocks_before_the_window_are_not_read(form: Any) -> None:
     """Nothing is read through entries that no token needs, or by whom it is not seen."""
     keys, values, cache, tables = filled([600, 300], 1)
     runs, q = [Run(0, 590, 4), Run(1, 299)], random(8, 5, 2, HEAD_DIM)
@@ -162,7 +162,7 @@ def test_blocks_before_the_window_may_have_been_given_back(form: Any) -> None:
     "garbage",
     [3e38, np.nan, *(pytest.param(x, marks=pytest.mark.soak) for x in (1e30, -1e30, np.inf))],
 )
-def test_what_lies_beyond_does_not_matter(form: Any, garbage: float) -> None:
+def test_keys_after_the_last_position_are_ignored(form: Any, garbage: float) -> None:
     """What other sequences hold, and what was before in the rest of one's own blocks."""
     _, _, cache, tables = filled([300, 100, 100], 2)
     runs, q = [Run(0, 259, 2), Run(2, 10, 2)], random(9, 4, 2, HEAD_DIM)
@@ -177,7 +177,7 @@ def test_what_lies_beyond_does_not_matter(form: Any, garbage: float) -> None:
 
 
 @FORMS
-def test_what_is_broken_shows(form: Any) -> None:
+def test_nan_in_visible_keys_is_seen(form: Any) -> None:
     """A NaN in a query, in a key or in a value makes all that see it NaN, and nothing else."""
     _, _, cache, tables = filled([300, 100], 1)
     runs = [Run(0, 250), Run(1, 20), Run(0, 270), Run(1, 99), Run(-1, 0)]
@@ -218,7 +218,7 @@ def test_bfloat16(form: Any) -> None:
 
 
 @FAST
-def test_cost_follows_the_tokens_that_are_there(form: Any) -> None:
+def test_cost_depends_on_the_number_of_tokens(form: Any) -> None:
     """A table for a million tokens costs what one for a few does: nobody walks over it."""
     _, _, cache, tables = filled([70], 1)
     wide = np.full((1, 1 << 14), 1_000_000, np.int32)
@@ -254,7 +254,7 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
         assert_allclose(merged.out, whole.out, atol=1e-5)
 
 
-def test_nothing_merged_with_nothing_is_nothing() -> None:
+def test_merge_of_empty_parts_is_empty() -> None:
     nothing = PartialSoftmax(
         jnp.zeros((1, 1, 1, 4)), jnp.full((1, 1, 1), -jnp.inf), jnp.zeros((1, 1, 1))
     )

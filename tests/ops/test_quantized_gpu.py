@@ -75,14 +75,14 @@ def test_the_kernel_gives_the_product(activation: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activation", ["none", "relu"])
-def test_so_does_xla_without_it(
+def test_xla_gives_the_product_without_the_kernel(
     name: str, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "experts")
     check(matrix(FORMATS[name], (2, 20, 512)), activation)
 
 
-def test_and_for_what_the_kernel_does_not_read() -> None:
+def test_xla_gives_the_product_of_unsupported_formats() -> None:
     check(matrix(QuantFormat("4", 64, two_level=True), (2, 20, 512)))
     check(matrix(QuantFormat("3.5", 32, two_level=True), (2, 20, 512)))
     check(matrix(QuantFormat("4"), (2, 20, 512), columns=8))
@@ -94,7 +94,7 @@ def test_every_format_has_a_kernel(name: str) -> None:
     assert quantized._gpu_kernels_support(weight)
 
 
-def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     one, stack = (abstract((*lead, 256, 1024), REPACKED_FORMATS["Q4_K"], 32) for lead in ((), (3,)))
     index = jax.ShapeDtypeStruct((), jnp.int32)
     kernel = "xla.gpu.triton"
@@ -108,7 +108,7 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel in lowered([stack], index)
 
 
-def test_nothing_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_fallback_has_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix is decoded as a whole, and multiplied by tensor cores."""
     weight = abstract((4096, 1024), REPACKED_FORMATS["Q4_K"], 32)
     for off, rows in (("1", 512), ("", 2048)):

@@ -84,7 +84,7 @@ def test_other_types_and_axes() -> None:
         ("do not fit x", 4, 2, 1),
     ],
 )
-def test_what_does_not_fit_is_refused(what: str, size: int, cos: int, sin: int) -> None:
+def test_mismatched_operands_are_errors(what: str, size: int, cos: int, sin: int) -> None:
     x = jnp.ones((2, 8))
     with pytest.raises(Exception, match=what):
         jax.block_until_ready(

@@ -107,7 +107,7 @@ def everything(lengths: Sequence[int]) -> list[Run]:
 
 @pytest.mark.parametrize("latent", [True, False])
 @pytest.mark.parametrize("kind", ["f32", "f16"])
-def test_definition(latent: bool, kind: str) -> None:
+def test_result_equals_the_definition(latent: bool, kind: str) -> None:
     texts = Texts(LENGTHS, 1, latent)
     out, cache = texts.computed([*everything(LENGTHS), Run(-1, 0, 3)], texts.cache(kind))
     for row, position in ((0, 0), (0, 69), (0, 70), (0, 299), (2, 89)):
@@ -118,7 +118,7 @@ def test_definition(latent: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4"])
-def test_chunks_and_company(kind: str) -> None:
+def test_chunks_are_batch_invariant(kind: str) -> None:
     """Alone, token by token and in pieces among others: the same bits."""
     texts = Texts(LENGTHS, 2, latent=False)
     whole, _ = texts.computed(everything(LENGTHS), texts.cache(kind))
@@ -134,7 +134,7 @@ def test_chunks_and_company(kind: str) -> None:
     assert done == list(LENGTHS)
 
 
-def test_all_are_chosen() -> None:
+def test_few_keys_are_all_chosen() -> None:
     """Where there are no more keys than are chosen: attention to all, to the last bit."""
     texts = Texts(LENGTHS, 2, latent=False)
     runs = everything(LENGTHS)
@@ -150,7 +150,7 @@ def test_all_are_chosen() -> None:
     assert not np.array_equal(dense[TOP_K:300], few[TOP_K:300])
 
 
-def test_index_scores_that_are_no_numbers() -> None:
+def test_nan_index_scores() -> None:
     """A token chooses none of those after it, whatever its scores are."""
     queries, weights = np.ones((2, 1, 4)), np.full((2, 1), np.nan)
     pool, table = f32(random(1, 2, 1, 64, 4)), on_device(np.array([[1, 0]], np.int32))

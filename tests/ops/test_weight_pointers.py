@@ -36,7 +36,7 @@ def first(function: Callable[[jax.Array, Weights], Any]) -> Callable[[Weights, j
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_told_weights_give_the_bits_of_given_ones(name: str) -> None:
+def test_weights_by_pointer_give_the_bits_of_operands(name: str) -> None:
     run, w = first(CASES[name][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
     rows = range(len(where))
@@ -48,7 +48,7 @@ def test_told_weights_give_the_bits_of_given_ones(name: str) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_told_weight_is_not_read() -> None:
+def test_operand_of_a_weight_by_pointer_is_not_read() -> None:
     run, w = first(CASES["one after the other"][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
     assert all(used_arrays(lambda w: fuse_operations(run)(w, X), w))
@@ -56,7 +56,7 @@ def test_a_told_weight_is_not_read() -> None:
     assert not any(used_arrays(lambda w: fuse_operations(run, weights)(w, X), w))
 
 
-def test_what_an_array_is_for_is_found_inside() -> None:
+def test_used_arrays_are_found_in_inner_functions() -> None:
     inside = jax.jit(lambda a, b: (a + 1, b + 2))
 
     def function(arrays: Any) -> Any:
@@ -67,7 +67,7 @@ def test_what_an_array_is_for_is_found_inside() -> None:
     assert used_arrays(function, tuple(jnp.ones(3) for _ in range(4))) == [True, False, True, False]
 
 
-def test_weights_live_as_long_as_programs_that_were_told() -> None:
+def test_weights_live_as_long_as_programs_with_pointers() -> None:
     weight = jax.device_put(np.ones(300, np.float32))
     before, where = weakref.ref(weight), table([weight])
     places = np.asarray(where).view(np.uint64).tolist()
@@ -96,7 +96,7 @@ def test_weights_live_as_long_as_programs_that_were_told() -> None:
     assert before() is None
 
 
-def test_tables_are_those_of_this_thread_and_moment() -> None:
+def test_pointer_tables_are_thread_local() -> None:
     where = table([jnp.ones(3), jnp.ones(4), jnp.ones(5)])
     assert weight_pointers_of("decoder.0") is None
     with use_weight_pointers(where, {"decoder.0": slice(7, 9), "decoder.1": slice(2, 3)}):

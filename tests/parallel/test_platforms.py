@@ -14,7 +14,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.ops.attention.kv_cache import zero_cache
 from jinfer.ops.backend import backend, target_platform
-from jinfer.ops.matmul import half_precision
+from jinfer.ops.matmul import dense
 from jinfer.parallel.layer_plan import PartitionPlan, PlannedStage
 from jinfer.parallel.placement import ModelToPlace, make_stages, stage_models
 from jinfer.parallel.shard_params import abstract_shard
@@ -38,7 +38,7 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     )
 
 
-@pytest.mark.skipif(not half_precision.reads_16_bit_weights(), reason="there are no custom calls")
+@pytest.mark.skipif(not dense.reads_16_bit_weights(), reason="there are no custom calls")
 def test_layers_that_were_traced_for_a_cpu_are_not_used_elsewhere(goldens: Path) -> None:
     opened = open_model(goldens / "llama2", {"dtype": "float32"})
     model = build_abstract_model(opened.spec, jnp.float32)

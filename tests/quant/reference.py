@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.coordinate_descent import ROUNDS, _start, damped_hessian
-from jinfer.quant.gptq import DAMPING, _without, factor_hessian
+from jinfer.quant.gptq import DAMPING, ROUNDS, _start, _without, damped_hessian, factor_hessian
 from jinfer.quant.round_to_nearest import dequantize, nearest_codes, split_into_blocks
 from jinfer.quant.scale_search import block_weights, numbers
 

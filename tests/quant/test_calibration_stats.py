@@ -79,7 +79,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["squares", "products"])
-def test_one_of_a_stack_and_some_rows(kind: Kind) -> None:
+def test_one_matrix_of_a_stack_and_masked_rows(kind: Kind) -> None:
     x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
     where = np.arange(8).reshape(2, 4) % 3 > 0
     tapped = record_inputs(np.zeros((3, 5, 6), np.float32), kind)

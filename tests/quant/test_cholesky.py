@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from jinfer.quant.cholesky import cholesky
+from jinfer.quant.gptq import cholesky
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 200])
-def test_the_factor_is_the_one_there_is(size: int) -> None:
+def test_factor_equals_numpys(size: int) -> None:
     x = np.random.default_rng(0).normal(size=(2 * size, size))
     matrix = x.T @ x
     L = cholesky(matrix)
@@ -16,7 +16,7 @@ def test_the_factor_is_the_one_there_is(size: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 99])
-def test_what_has_no_factor(where: int) -> None:
+def test_indefinite_matrix_is_an_error(where: int) -> None:
     matrix = np.eye(100)
     matrix[where, where] = -1
     with pytest.raises(np.linalg.LinAlgError):

@@ -1,4 +1,4 @@
-"""Coordinate descent after error feedback: the loss falls, and nothing moves that must not."""
+"""Coordinate descent after GPTQ: the loss falls, and nothing moves that must not."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.coordinate_descent import descend
-from jinfer.quant.gptq import DAMPING, quantize_gptq
+from jinfer.quant.gptq import DAMPING, descend, quantize_gptq
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import (
     dequantize,
@@ -53,7 +52,7 @@ def test_the_loss_falls(name: str, from_nearest: bool, way: Any) -> None:
 
 @pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q4_b128"])
 @pytest.mark.parametrize("share", [0.0, 0.05])
-def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
+def test_result_equals_the_reference(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < share
@@ -76,7 +75,7 @@ def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
 
 
 def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.quant.coordinate_descent.ROUNDS", 30)
+    monkeypatch.setattr("jinfer.quant.gptq.ROUNDS", 30)
     (weight, x), format = correlated(3), parse_format("q3")
     weight, H = weight[:4, :64], (x.T @ x)[:64, :64].astype(np.float64)
     start = quantize_gptq(weight, H, format)[:3]
@@ -93,7 +92,7 @@ def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_kept_exactly_stays(way: Any) -> None:
+def test_exact_outliers_are_unchanged(way: Any) -> None:
     (weight, x), format = correlated(2), parse_format("q3")
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < 0.05
@@ -120,12 +119,12 @@ def test_constant_weights_stay(way: Any) -> None:
     np.testing.assert_array_equal(dequantize(codes, scale, base, format), blocks)
 
 
-def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     (weight, x), format = correlated(4), parse_format("q4")
     H = (x.T @ x).astype(np.float64)
-    whole = quantize(weight, format, method="feedback", hessian=H)
-    monkeypatch.setattr("jinfer.quant.row_blocks._ROWS", 32)
-    monkeypatch.setattr("jinfer.quant.row_blocks._EVEN", 8)
-    parts = quantize(weight, format, method="feedback", hessian=H)
+    whole = quantize(weight, format, method="gptq", hessian=H)
+    monkeypatch.setattr("jinfer.quant.gptq._ROWS", 32)
+    monkeypatch.setattr("jinfer.quant.gptq._EVEN", 8)
+    parts = quantize(weight, format, method="gptq", hessian=H)
     np.testing.assert_array_equal(whole.words, parts.words)
     np.testing.assert_array_equal(whole.scales, parts.scales)

@@ -46,7 +46,7 @@ def error(name: str, method: Method, kind: str = "normal") -> float:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_golden_errors(name: str) -> None:
-    found = [error(name, m, kind) for kind in ("normal", "real") for m in ("nearest", "search")]
+    found = [error(name, m, kind) for kind in ("normal", "real") for m in ("rtn", "mse")]
     np.testing.assert_allclose(found, GOLDEN[name], rtol=0.01)
 
 
@@ -56,13 +56,13 @@ TABLES = {"q2_b64_nl": 0.3250, "q3_b64_nl": 0.1646, "q4_nl": 0.0730, "q4_b64_nl"
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_lose_less_than_even_levels_of_the_same_bits(name: str) -> None:
-    assert error(name, "search") == pytest.approx(TABLES[name], rel=0.01)
-    assert error(name, "search") < 0.95 * error(name.replace("_nl", "_sym"), "search")
+def test_codebooks_lose_less_than_even_levels_of_the_same_bits(name: str) -> None:
+    assert error(name, "mse") == pytest.approx(TABLES[name], rel=0.01)
+    assert error(name, "mse") < 0.95 * error(name.replace("_nl", "_sym"), "mse")
 
 
 @pytest.mark.parametrize("kind", ["normal", "real"])
-@pytest.mark.parametrize("method", ["nearest", "search"])
+@pytest.mark.parametrize("method", ["rtn", "mse"])
 def test_error_falls_with_the_bits(method: Method, kind: str) -> None:
     errors = [error(name, method, kind) for name in FORMATS]
     assert errors == sorted(errors, reverse=True)
@@ -74,10 +74,10 @@ def test_error_falls_with_the_bits(method: Method, kind: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounding_loses_what_theory_says(name: str, kind: str, block: int) -> None:
     full = f"{name}_b{block}_{kind}"
-    assert error(full, "nearest") == pytest.approx(nearest_rmse(parse_format(full)), rel=0.02)
+    assert error(full, "rtn") == pytest.approx(nearest_rmse(parse_format(full)), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["q2", "q3", "q3.5"])
 @pytest.mark.parametrize("kind", ["normal", "real"])
-def test_searching_gains(name: str, kind: str) -> None:
-    assert error(name, "search", kind) < 0.92 * error(name, "nearest", kind)
+def test_scale_search_lowers_the_error(name: str, kind: str) -> None:
+    assert error(name, "mse", kind) < 0.92 * error(name, "rtn", kind)

@@ -44,7 +44,7 @@ def any_numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.where(np.repeat(alike, F16_AS_INT.block, axis=-1), near, values)
 
 
-def test_how_far_off_numbers_are() -> None:
+def test_error_bound_of_numbers() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((200, F16_AS_INT.block)) * np.exp2(rng.integers(-9, 9, (200, 1)))
     values = values.astype(np.float16).astype(np.float32)
@@ -59,7 +59,7 @@ def test_how_far_off_numbers_are() -> None:
     assert np.all(off[large] == 0)
 
 
-def test_the_least_number_of_float16_is_kept() -> None:
+def test_smallest_float16_number_is_exact() -> None:
     values = np.zeros((2, F16_AS_INT.block), np.float32)
     values[0, 5], values[0, 6] = 2.0**-24, -3 * 2.0**-24
     codes, scales = quantize_f16(values)
@@ -67,7 +67,7 @@ def test_the_least_number_of_float16_is_kept() -> None:
 
 
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-def test_a_block_with_a_number_that_is_not_finite(number: float) -> None:
+def test_block_with_a_non_finite_number(number: float) -> None:
     values = np.ones((2, F16_AS_INT.block), np.float32)
     values[1, 7] = number
     meant = np.asarray(kept(stored(values)).dequantize())
@@ -117,7 +117,7 @@ def test_a_stack() -> None:
         np.testing.assert_array_equal(kept(files)[e].words, kept(file).words)
 
 
-def test_what_is_not_kept() -> None:
+def test_unsupported_types_are_decoded() -> None:
     plain = stored(np.ones((8, 64)))
     other = stored(np.ones((8, 64)), "BF16")
     assert repacked_format(plain) is None  # unless it is asked for

@@ -1,4 +1,4 @@
-"""Error feedback, against a plain implementation and against searching alone."""
+"""GPTQ, against a plain implementation and against searching alone."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ def output_error(x: np.ndarray, weight: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", ["q2", "q3.5", "q4_sym", "q4_b128", "q3_b64_nl"])
-def test_outputs_are_nearer(name: str) -> None:
+def test_gptq_lowers_the_error_of_outputs(name: str) -> None:
     (weight, x), format = correlated(), parse_format(name)
     products = x.T @ x
-    searched = quantize(weight, format, method="search", importance=np.diag(products))
-    fed = quantize(weight, format, method="feedback", hessian=products)
+    searched = quantize(weight, format, method="mse", importance=np.diag(products))
+    fed = quantize(weight, format, method="gptq", hessian=products)
     assert fed.shape == weight.shape
     before, after = (output_error(x, weight, np.asarray(t.dequantize())) for t in (searched, fed))
     assert after < 0.6 * before
@@ -79,7 +79,7 @@ def test_exact_weights_make_no_error(way: Any) -> None:
 
 @pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q8_b128", "q4_nl"])
 @pytest.mark.parametrize("share", [0.0, 0.05])
-def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
+def test_result_equals_the_reference(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < share if share else None
@@ -103,9 +103,9 @@ def test_stacks_have_their_own_inputs() -> None:
     pairs = [correlated(seed) for seed in range(2)]
     weights = np.stack([weight for weight, _ in pairs])
     products = np.stack([x.T @ x for _, x in pairs])
-    whole = quantize(weights, format, method="feedback", hessian=products)
+    whole = quantize(weights, format, method="gptq", hessian=products)
     for e in range(2):
-        one = quantize(weights[e], format, method="feedback", hessian=products[e])
+        one = quantize(weights[e], format, method="gptq", hessian=products[e])
         np.testing.assert_array_equal(whole[e].words, one.words)
 
 
@@ -119,8 +119,8 @@ def test_stacks_have_their_own_inputs() -> None:
         (np.eye(64) - 2 * np.eye(64)[0] * np.eye(64)[:, :1], "not positive definite"),
     ],
 )
-def test_products_that_are_none(products: np.ndarray | None, message: str) -> None:
+def test_invalid_hessians_are_errors(products: np.ndarray | None, message: str) -> None:
     weight = np.random.default_rng(0).normal(size=(4, 64))
     with pytest.raises(ValueError, match=message) as caught:
-        quantize(weight, parse_format("q4"), method="feedback", hessian=products)
+        quantize(weight, parse_format("q4"), method="gptq", hessian=products)
     assert "\n" not in str(caught.value)

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from jinfer.quant import OutlierTensor, SparseTensor, parse_format
-from jinfer.quant.outlier_weights import find_outliers, without_outliers
-from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
+from jinfer.quant.quantize_matrix import (
+    Method,
+    find_outliers,
+    quantize,
+    quantize_with_outliers,
+    without_outliers,
+)
 from jinfer.quant.quantized_tensor import abstract
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count, to_sparse
 from tests.arrays import on_device
@@ -25,7 +30,7 @@ def rmse(values: np.ndarray, tensor: object) -> float:
 
 
 @pytest.mark.parametrize("name", ["q2", "q3", "q3.5", "q4", "q4_sym"])
-@pytest.mark.parametrize("method", ["nearest", "search"])
+@pytest.mark.parametrize("method", ["rtn", "mse"])
 def test_error_falls_and_outliers_are_exact(name: str, method: Method) -> None:
     values, format = heavy((200, 300)), parse_format(name)
     plain = rmse(values, quantize(values, format, method=method))
@@ -42,22 +47,22 @@ def test_error_falls_and_outliers_are_exact(name: str, method: Method) -> None:
     assert few.nbytes - rest == 12 * outlier_count(values.shape, 0.001) == 12 * 60
 
 
-def test_with_feedback() -> None:
+def test_outliers_with_gptq() -> None:
     values, format = heavy((64, 96)), parse_format("q3")
     rng = np.random.default_rng(1)
     x = rng.normal(size=(500, 96)) @ rng.normal(size=(96, 96))
     errors = [
         np.linalg.norm(x @ (np.asarray(t.dequantize()) - values).T)
         for t in (
-            quantize(values, format, method="feedback", hessian=x.T @ x),
-            quantize_with_outliers(values, format, 0.01, method="feedback", hessian=x.T @ x),
+            quantize(values, format, method="gptq", hessian=x.T @ x),
+            quantize_with_outliers(values, format, 0.01, method="gptq", hessian=x.T @ x),
         )
     ]
     assert errors[1] < 0.9 * errors[0]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_those_are_chosen_that_gain_most(symmetric: bool) -> None:
+def test_outliers_with_the_largest_gain_are_chosen(symmetric: bool) -> None:
     """Every way to take 2 weights of two blocks of 8 is tried."""
     format = parse_format("q4_sym" if symmetric else "q4")
     for seed in range(30):
@@ -82,7 +87,7 @@ def test_those_are_chosen_that_gain_most(symmetric: bool) -> None:
         assert mine <= best + 0.5 * (none - best)
 
 
-def test_importance_decides() -> None:
+def test_importance_changes_the_choice() -> None:
     values, format = heavy((100, 64)), parse_format("q4")
     importance = np.concatenate([np.ones(32), np.full(32, 1e4)])
     chosen = find_outliers(values, format, 50, importance)
@@ -90,7 +95,7 @@ def test_importance_decides() -> None:
     assert not chosen[:, :32].any()
 
 
-def test_nothing_to_keep() -> None:
+def test_no_outliers() -> None:
     format = parse_format("q4")
     assert not find_outliers(np.ones((4, 40), np.float32), format, 10).any()
     assert not find_outliers(heavy((4, 40)), format, 0).any()
@@ -108,12 +113,12 @@ def test_nothing_to_keep() -> None:
 
 def test_stacks() -> None:
     values, format = heavy((2, 3, 40, 100)), parse_format("q3.5")
-    tensor = quantize_with_outliers(values, format, 0.01, method="search")
+    tensor = quantize_with_outliers(values, format, 0.01, method="mse")
     like = abstract_outliers(abstract(values.shape, format), outlier_count(values.shape, 0.01))
     for part, other in zip(jax.tree.leaves(tensor), jax.tree.leaves(like), strict=True):
         assert (part.shape, part.dtype) == (other.shape, other.dtype)
     assert (tensor.shape, tensor.stack) == (values.shape, (2, 3))
-    one = quantize_with_outliers(values[1, 2], format, 0.01, method="search")
+    one = quantize_with_outliers(values[1, 2], format, 0.01, method="mse")
     np.testing.assert_array_equal(tensor[1, 2].dequantize(), one.dequantize())
     np.testing.assert_allclose(tensor.dequantize()[1, 2], one.dequantize(), rtol=0, atol=1e-5)
     assert one[...] is one
@@ -136,7 +141,7 @@ def test_product(rows: int) -> None:
     np.testing.assert_array_equal(taken, matrix[[[7, 49], [0, 7]]])
 
 
-def test_taken_rows() -> None:
+def test_embedding_lookup_of_rows() -> None:
     values = heavy((30, 64))
     tensor: OutlierTensor = jax.tree.map(
         on_device, quantize_with_outliers(values, parse_format("q6"), 0.02)

@@ -60,7 +60,7 @@ TWO_LEVEL = [
 
 
 @pytest.mark.parametrize("format", [*ALL, *TWO_LEVEL], ids=str)
-def test_memory_is_what_the_bits_say(format: QuantFormat) -> None:
+def test_memory_follows_from_the_bits(format: QuantFormat) -> None:
     shape = (3, 32, 2048)  # divides everything
     tensor = abstract(shape, format)
     assert tensor.shape == shape
@@ -72,5 +72,5 @@ def test_only_plain_formats_are_quantized_to() -> None:
     for format in (*TWO_LEVEL, codebook):
         with pytest.raises(ValueError, match="only read from files; choose a plain format"):
             quantize(np.ones((2, 256)), format)
-    with pytest.raises(ValueError, match=r"^no method 'best'; methods are nearest, search, feed"):
+    with pytest.raises(ValueError, match=r"^no method 'best'; methods are rtn, mse, gptq"):
         quantize(np.ones((2, 256)), FORMATS["q4"], method="best")  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def plain_search(x: np.ndarray, w: np.ndarray, levels: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["q2", "q3", "q3.5"])
-def test_near_the_best_there_is(name: str) -> None:
+def test_error_is_near_the_optimum(name: str) -> None:
     rng, format = np.random.default_rng(1), parse_format(name)
     values = rng.standard_normal((24, 32)).astype(np.float32)
     importance = rng.gamma(1.0, size=32)
@@ -87,7 +87,7 @@ def test_near_the_best_there_is(name: str) -> None:
     assert searched.sum() < 1.05 * sum(best) < 0.85 * rounded.sum()
 
 
-def test_importance_is_what_counts() -> None:
+def test_importance_weighs_errors() -> None:
     rng, format = np.random.default_rng(2), parse_format("q3")
     values = rng.standard_normal((64, 256)).astype(np.float32)
     importance = np.where(np.arange(256) % 8 == 0, 100.0, 1.0)
@@ -97,7 +97,7 @@ def test_importance_is_what_counts() -> None:
     unweighted = (importance * (plain - values) ** 2).sum()
     assert weighted.sum() < 0.7 * unweighted
     # Inputs that never came are still decoded to something near.
-    tensor = quantize(values, format, method="search", importance=importance * 0)
+    tensor = quantize(values, format, method="mse", importance=importance * 0)
     assert np.abs(np.asarray(tensor.dequantize()) - plain).max() == 0
 
 
@@ -109,7 +109,7 @@ def test_chunks_threads_and_stacks_make_no_difference() -> None:
         each = list(pool.map(lambda e: search_scales(values[e], format, importance[e]), range(3)))
     row = search_scales(values[1, 7:8], format, importance[1])
     np.testing.assert_array_equal(row[0][0], each[1][0][7])
-    whole = quantize(values, format, method="search", importance=importance)
+    whole = quantize(values, format, method="mse", importance=importance)
     for e, (codes, scale, base) in enumerate(each):
         matrix = dequantize(codes, scale, base, format).reshape(300, -1)[:, :1000]
         np.testing.assert_allclose(whole[e].dequantize(), matrix, rtol=0, atol=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.ops import sampler_calls
-from jinfer.sampling.sampler import apply_stages, sample
+from jinfer.sampling.sampler import apply_samplers, sample
 from jinfer.sampling.sampling_metadata import (
     SamplerState,
     SamplingMetadata,
@@ -45,7 +45,7 @@ class Jitted:
 
 
 SAMPLE = Jitted(sample)
-FILTER = Jitted(apply_stages)
+FILTER = Jitted(apply_samplers)
 
 
 class Batch(NamedTuple):
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
     @property
     def past(self) -> History:
-        """The sequences of the rows, as stages take them."""
+        """The sequences of the rows, as samplers take them."""
         return History(self.history, self.slots, self.lengths[self.slots], self.prompts[self.slots])
 
 
@@ -134,7 +134,7 @@ def draw(logits: Floats, rows: Batch, steps: int = 1) -> np.ndarray:
 
 
 def left(logits: Floats, rows: Batch) -> Floats:
-    """What all stages leave, in float64."""
+    """What all samplers leave, in float64."""
     count = len(logits)
     logits, rows = padded(logits, rows)
     got = FILTER(on_device(logits, jnp.float32), rows.sampler, rows.progress, rows.past)

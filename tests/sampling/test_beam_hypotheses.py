@@ -72,7 +72,7 @@ def test_beams(count: int, penalty: float, stop: bool | Literal["never"]) -> Non
         assert score == pytest.approx(best, rel=1e-9)
 
 
-def test_when_a_search_stops_matters() -> None:
+def test_early_stopping_changes_the_result() -> None:
     """Else the test above would not tell the three apart."""
     results = {
         stop: [search(seed, 2, 1.0, stop) for seed in range(200)] for stop in (True, False, "never")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from tests.reference import numpy_stages as numpy
+from tests.reference import numpy_samplers as numpy
 
 PROMPT = [1, 403, 407, 261, 378]
 
@@ -41,7 +41,7 @@ def test_a_mixed_batch(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"strategy": "fsd"}, {"repetition_penalty": 1.5}], ids=str)
-def test_what_is_chosen_follows_from_the_whole_text(llm: LLM, fields: dict[str, Any]) -> None:
+def test_tokens_depend_on_the_whole_text(llm: LLM, fields: dict[str, Any]) -> None:
     """The history that the device keeps is the text: prompt, chunks and answer."""
     prompt = [PROMPT[0], *np.random.default_rng(0).integers(260, 500, 40).tolist()]
     tokens = answer(llm, prompt, **fields)
@@ -55,6 +55,6 @@ def test_what_is_chosen_follows_from_the_whole_text(llm: LLM, fields: dict[str, 
             assert text[place] == numpy.penalties(x, before, len(prompt), 1.5).argmax()
 
 
-def test_what_cannot_be_is_said_at_once(llm: LLM) -> None:
+def test_impossible_parameters_are_early_errors(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"^logit_bias: token 512 is outside the vocabulary"):
         answer(llm, logit_bias={512: 1.0})

@@ -14,11 +14,11 @@ from jinfer.cpu import build_library
 from jinfer.cpu.isa import Isa
 from jinfer.ops import sampler_calls
 from jinfer.ops.backend import target_platform
-from jinfer.sampling.sampler import apply_stages, sample
+from jinfer.sampling.sampler import apply_samplers, sample
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import COMMON, SELECTABLE
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.stages import COMMON, SAMPLERS
 from jinfer.sampling.token_history import History
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
@@ -47,7 +47,7 @@ ALL: list[dict[str, Any]] = [
     {"strategy": "random_fsd"},
     {"logit_bias": {3: 5.0}, "banned_token_ids": [4], "bad_words_ids": [[5], [1, 2]]},
     {"min_tokens": 5, "stop_token_ids": [7], "temperature": 1.0},
-    {"samplers": SAMPLERS[::-1], "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}
+    {"samplers": SELECTABLE[::-1], "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}
     | {"temperature": 1.5, "repetition_penalty": 1.1, "tfs_z": 0.99, "top_a": 0.01}
     | {"dry_multiplier": 0.2, "dry_sequence_breakers": (), "top_n_sigma": 2.0},
     {"samplers": ["min_p", "temperature", "top_k"], "min_p": 0.02, "top_k": 30},
@@ -89,7 +89,7 @@ def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
     return np.stack([np.random.default_rng([s, step]).normal(0, 3, vocab) for s in seeds])
 
 
-def test_every_row_is_as_alone() -> None:
+def test_rows_are_batch_invariant() -> None:
     """Together, in another order, in twos and alone: the same tokens, the same mu, to the bit.
 
     One program serves all parameters, for each number of rows.
@@ -113,7 +113,7 @@ def test_every_row_is_as_alone() -> None:
     assert sorted(_TRACED) == [(rows, VOCAB) for rows in (1, 2, len(ALL))]
 
 
-def test_what_is_left_has_the_same_bits() -> None:
+def test_filtered_logits_have_the_same_bits() -> None:
     vocab = 49152
 
     def left(which: list[int]) -> np.ndarray:
@@ -126,21 +126,21 @@ def test_what_is_left_has_the_same_bits() -> None:
         assert np.array_equal(left([row])[0], together[row]), ALL[row]
 
 
-def test_a_program_of_the_common_stages_samples_the_same(both_ways: str) -> None:
+def test_a_program_of_the_common_samplers_samples_the_same(both_ways: str) -> None:
     if both_ways == "call":
-        pytest.skip("it has all stages")
+        pytest.skip("it has all samplers")
     plain = [i for i, fields in enumerate(ALL) if set(chain(params(**fields))) <= {*COMMON}]
     assert len(plain) > 6
     which = (plain * len(ALL))[: len(ALL)]  # as many rows as above
     going = [Run([ALL[i] for i in which], which, VOCAB) for _ in range(2)]
-    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, stages=COMMON))
+    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, samplers=COMMON))
     for step in range(STEPS):
         x = logits_of(which, step, VOCAB)
         full, few = (r.step(p, x)[0] for r, p in zip(going, programs, strict=True))
         assert np.array_equal(full, few)
 
 
-def test_only_what_looks_at_the_history_depends_on_it() -> None:
+def test_only_history_stages_depend_on_the_history() -> None:
     seeds = list(range(len(ALL)))
     rows = Run(ALL, seeds, 49152).rows
     x = on_device(logits_of(seeds, 0, 49152), jnp.float32)
@@ -201,7 +201,7 @@ def test_no_history_is_gathered_outside_a_branch(both_ways: str) -> None:
     assert "gather" in str(gathering)
 
 
-def test_rows_and_progress_are_all_that_a_request_needs() -> None:
+def test_request_restarts_from_its_row_and_progress() -> None:
     """Their shapes depend on the vocabulary no more than on the request."""
     shapes = set()
     for fields in ALL:
@@ -211,7 +211,7 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
     assert isinstance(row.sampler, SamplingMetadata)
 
 
-ON_A_GPU = Jitted(sample), Jitted(apply_stages)
+ON_A_GPU = Jitted(sample), Jitted(apply_samplers)
 KINDS = ["plain", "ties", "forbidden", "flat", "huge"]
 
 

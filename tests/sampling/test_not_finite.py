@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.sampling.stages import NOT_FINITE
+from jinfer.sampling.samplers import NOT_FINITE
 from tests.arrays import on_device
 from tests.sampling.batches import SAMPLE, VOCAB, batch, params
 

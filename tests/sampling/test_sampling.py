@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.logprobs import log_probabilities
-from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.param_types import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 from tests.arrays import on_device
@@ -68,7 +68,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["plain", "ties", "forbidden", "flat"])
-def test_filters_are_those_of_sorting(kind: str, seed: int) -> None:
+def test_filters_equal_sorting(kind: str, seed: int) -> None:
     """All filters as rows of one batch, on the same logits."""
     logits = random_logits(seed)[0]
     if kind == "ties":
@@ -82,7 +82,7 @@ def test_filters_are_those_of_sorting(kind: str, seed: int) -> None:
     for row, p in zip(got, FILTERS, strict=True):
         kept = kept_by_sorting(logits, p)
         assert np.array_equal(row > -np.inf, kept), p
-        most = logits.max() if p.draws else 0.0  # the temperature's stage takes it away
+        most = logits.max() if p.draws else 0.0  # the temperature's sampler takes it away
         assert_allclose(row[kept], logits[kept] - most, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def wide(logits: Floats) -> Floats:
     return np.array([[*logits, *[-np.inf] * (VOCAB - len(logits))]])
 
 
-def test_filters_take_turns_on_what_is_left() -> None:
+def test_filters_apply_in_sequence() -> None:
     """top_p counts the mass of the two that top_k left, in which the first alone has 0.6."""
     logits = wide(np.log([0.3, 0.2, 0.17, 0.17, 0.16]))
     both = left(logits, batch(params(top_k=2, top_p=0.55)))
@@ -127,13 +127,15 @@ def test_a_vocabulary_of_one(fields: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("scale", [0.1, 1.0, 50.0])
-def test_extremes_take_the_likeliest(fields: dict[str, Any], scale: float) -> None:
+def test_extreme_parameters_choose_the_likeliest_token(
+    fields: dict[str, Any], scale: float
+) -> None:
     logits = scale * random_logits(5, 8)
     rows = [params(seed=i, **fields) for i in range(8)]
     assert np.array_equal(draw(logits, batch(*rows))[0], logits.argmax(axis=-1))
 
 
-def test_a_high_temperature_takes_anything_but_what_is_forbidden() -> None:
+def test_high_temperature_draws_any_allowed_token() -> None:
     logits = random_logits(6)
     logits[:, ::2] = -np.inf
     rows = batch(*(params(seed=i, temperature=1_000_000) for i in range(16)))
@@ -172,7 +174,7 @@ def test_equal_likeliest_tokens_are_the_first_when_greedy() -> None:
     assert draw(wide(np.array([1.0, 5.0, 5.0, 5.0])), batch(params())).item() == 1
 
 
-def test_a_row_depends_on_nothing_but_itself() -> None:
+def test_row_is_independent_of_other_rows() -> None:
     """Alone, among others, and at another place, the same tokens come."""
     logits = random_logits(8, len(MIXED))
     together = draw(logits, batch(*MIXED), steps=12)
@@ -247,7 +249,7 @@ def test_no_end_before_min_tokens() -> None:
     assert ends.T.astype(int).tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
 
 
-def test_the_host_forbids_what_the_sampler_does() -> None:
+def test_host_and_sampler_forbid_the_same_tokens() -> None:
     """Where a grammar leaves one token, which is not sampled."""
     rng = np.random.default_rng(3)
     text, drawn = [*rng.integers(0, 8, 12).tolist()], 4
@@ -273,7 +275,7 @@ def test_the_host_forbids_what_the_sampler_does() -> None:
         assert [id for id in range(VOCAB) if not rules.forbids(id, text, drawn)] == ids
 
 
-def test_every_end_is_forbidden_however_many_there_are() -> None:
+def test_every_end_token_is_forbidden() -> None:
     stops, ends = range(MAX_STOP_IDS), range(100, 100 + MAX_END_IDS - MAX_STOP_IDS)
     logits = np.zeros((1, VOCAB))
     logits[:, [*stops, *ends]] = 5.0
@@ -310,7 +312,7 @@ def test_logprobs(vocab: int) -> None:
     assert_allclose(top, np.take_along_axis(wanted, likeliest, -1), atol=2e-6)
 
 
-def test_logprobs_where_they_are_wanted() -> None:
+def test_logprobs_of_requested_rows() -> None:
     logits = on_device(random_logits(11, 3), jnp.float32)
     tokens, wanted = on_device([1, 2, 3], jnp.int32), on_device([False, True, False])
     every, some = LOGPROBS(logits, tokens), LOGPROBS(logits, tokens, wanted)
@@ -343,5 +345,5 @@ def test_only_tail_free_sampling_sorts(both_ways: str) -> None:
     assert sorts(LOGPROBS.program.lower(logits, tokens)) == 0
 
 
-def test_the_search_for_sorts_finds_one() -> None:
+def test_sort_detector_finds_a_sort() -> None:
     assert sorts(jax.jit(jnp.sort).lower(jnp.zeros(1000))) == 1

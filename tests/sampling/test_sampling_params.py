@@ -1,4 +1,4 @@
-"""The parameters of a request: their rules, their other names, the stages that they ask for."""
+"""The parameters of a request: their rules, their other names, the samplers that they ask for."""
 
 from pathlib import Path
 from typing import Any
@@ -6,40 +6,47 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.param_field import ALIASES
+from jinfer.sampling.param_types import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.sampler import FUNCTIONS
 from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.samplers import SAMPLER_NAMES
 from jinfer.sampling.sampling_metadata import COUNTS, NUMBERS, allowed_mask, metadata_row
-from jinfer.sampling.sampling_params import ALIASES, RANGES, SamplingParams, canonical_names
-from jinfer.sampling.stages import STAGES
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams, canonical_names
 from tests.sampling.batches import VOCAB, encode, params
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "best"}, "strategy must be one of .*'greedy'.*, not 'best'"),
+        ({"strategy": "best"}, "strategy must be one of the allowed words, not 'best'; .* greedy,"),
         ({"beams": 0}, "beams must be a whole number from 1 to 64, not 0"),
-        ({"temperature": -0.1}, "temperature must be from 0 to 1000000, not -0.1"),
+        ({"temperature": -0.1}, "temperature must be a number from 0 to 1000000 or none, not -0.1"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": float("inf")}, "temperature must be"),
-        ({"temperature": "hot"}, "temperature must be from 0 to 1000000, not 'hot'"),
+        (
+            {"temperature": "hot"},
+            "temperature must be a number from 0 to 1000000 or none, not 'hot'",
+        ),
         ({"temperature": True}, "temperature must be"),
-        ({"top_k": -1}, r"top_k must be a whole number from 0 \(all\) to 2147483647, not -1"),
-        ({"top_k": 2.0}, "top_k must be"),
+        ({"top_k": -1}, r"top_k must be a whole number from 0 \(all\) to 2\^31 - 1, not -1"),
+        ({"top_k": 2.5}, "top_k must be"),
         ({"top_k": 2**31}, "top_k must be"),
-        ({"top_p": -1}, "top_p must be from 0 to 1, not -1"),
+        ({"top_p": -1}, "top_p must be a number from 0 to 1, not -1"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"top_p": None}, "top_p must be"),
-        ({"min_p": -0.1}, "min_p must be from 0 to 1, not -0.1"),
+        ({"min_p": -0.1}, "min_p must be a number from 0 to 1, not -0.1"),
         ({"min_p": 1.1}, "min_p must be"),
-        ({"seed": -1}, "seed must be a whole number from 0 to 18446744073709551615, not -1"),
+        ({"seed": -1}, r"seed must be a whole number from 0 to 2\^64 - 1 or none, not -1"),
         ({"seed": 2**64}, "seed must be"),
         ({"seed": 0.5}, "seed must be"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
+        (
+            {"max_tokens": 0},
+            r"max_tokens must be a whole number from 1 to 2\^31 - 1 or none, not 0",
+        ),
         ({"max_tokens": 2**31}, "max_tokens must be"),
-        ({"min_tokens": -1}, "min_tokens must be a whole number from 0 to 2147483647, not -1"),
+        ({"min_tokens": -1}, r"min_tokens must be a whole number from 0 to 2\^31 - 1, not -1"),
         ({"min_tokens": 2**31}, "min_tokens must be"),
         ({"min_tokens": "a"}, "min_tokens must be a whole number"),
         ({"min_tokens": 6, "max_tokens": 5}, r"min_tokens must be at most max_tokens \(5\), not 6"),
@@ -66,19 +73,22 @@ from tests.sampling.batches import VOCAB, encode, params
         ({"stop_token_ids": [2**31]}, "stop_token_ids must be"),
         ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be"),
         ({"stop_token_ids": range(MAX_STOP_IDS + 1)}, "stop_token_ids must be"),
-        ({"logprobs": -1}, "logprobs must be a whole number from 0 to 20, not -1"),
+        ({"logprobs": -1}, "logprobs must be a whole number from 0 to 20 or none, not -1"),
         ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be"),
         ({"logprobs": True}, "logprobs must be"),
-        ({"typical_p": 1.5}, "typical_p must be from 0 to 1, not 1.5"),
-        ({"tfs_z": 2}, "tfs_z must be from 0 to 1, not 2"),
-        ({"top_a": -1}, "top_a must be from 0 to 1, not -1"),
-        ({"top_n_sigma": "1"}, "top_n_sigma must be from -1 to 1000000, not '1'"),
-        ({"xtc_probability": 1.5}, "xtc_probability must be from 0 to 1, not 1.5"),
+        ({"typical_p": 1.5}, "typical_p must be a number from 0 to 1, not 1.5"),
+        ({"tfs_z": 2}, "tfs_z must be a number from 0 to 1, not 2"),
+        ({"top_a": -1}, "top_a must be a number from 0 to 1, not -1"),
+        ({"top_n_sigma": "1"}, "top_n_sigma must be a number from -1 to 1000000, not '1'"),
+        ({"xtc_probability": 1.5}, "xtc_probability must be a number from 0 to 1, not 1.5"),
         ({"mirostat": 3}, r"mirostat must be a whole number from 0 \(off\) to 2, not 3"),
         ({"mirostat": 2, "strategy": "fsd"}, 'mirostat must be 0 with the strategy "fsd", not 2'),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, and at most 100, not 0"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty must be a number above 0, and at most 100, not 0",
+        ),
         ({"penalty_last_n": -2}, r"penalty_last_n must be a whole number from -1 \(all\) to"),
-        ({"dry_base": 0.5}, "dry_base must be from 1 to 100, not 0.5"),
+        ({"dry_base": 0.5}, "dry_base must be a number from 1 to 100, not 0.5"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers must be at most 64 texts or ids"),
         ({"dry_sequence_breakers": range(65)}, "dry_sequence_breakers must be at most 64"),
         ({"logit_bias": {1: 101}}, "logit_bias must be token id -> -inf, or from -100 to 100, not"),
@@ -98,15 +108,18 @@ from tests.sampling.batches import VOCAB, encode, params
         ({"samplers": "top_k"}, "samplers must be some of"),
         ({"fsd_k": 0}, "fsd_k must be a whole number from 1 to 64, not 0"),
         ({"fsd_n": 9}, "fsd_n must be a whole number from 1 to 8, not 9"),
-        ({"early_stopping": "now"}, "early_stopping must be true, false or \"never\", not 'now'"),
+        ({"early_stopping": "now"}, "early_stopping must be true or false or \"never\", not 'now'"),
         ({"n": 0}, "n must be a whole number from 1 to 128, not 0"),
         ({"n": 3, "best_of": 2}, r"best_of must be at least n \(3\), not 2"),
         ({"choice": []}, r"choice must be texts, none empty, not \(\)"),
         ({"regex": ""}, "regex must be a text, not ''"),
         ({"grammar": 5}, "grammar must be a text, not 5"),
         ({"json_schema": 5}, "json_schema must be a schema, not 5"),
-        ({"json_schema": True, "regex": "a"}, "regex must be left out beside json_schema, not 'a'"),
-        ({"choice": ["a"], "grammar": "b"}, "grammar must be left out beside choice, not 'b'"),
+        (
+            {"json_schema": True, "regex": "a"},
+            "regex must be left out: json_schema is given",
+        ),
+        ({"choice": ["a"], "grammar": "b"}, "grammar must be left out: choice is given, not 'b'"),
     ],
     ids=str,
 )
@@ -178,18 +191,16 @@ def test_drawing_temperature(fields: dict[str, Any], temperature: float) -> None
 
 
 def test_every_number_has_a_range() -> None:
-    fields = SamplingParams.__dataclass_fields__
-    kinds = ("int", "float", "int | None", "float | None")
-    assert {name for name, field in fields.items() if field.type in kinds} == RANGES.keys()
+    assert all(row.bounds for row in PARAMETERS.values() if row.kind in (int, float))
 
 
-@pytest.mark.parametrize("name", sorted(set(NUMBERS) | set(COUNTS)))
+@pytest.mark.parametrize("name", sorted({*NUMBERS, *COUNTS} - {"temperature"}))
 def test_every_column_is_a_parameter(name: str) -> None:
     assert isinstance(getattr(params(), name), int | float)
 
 
-def test_every_stage_has_a_function() -> None:
-    assert tuple(FUNCTIONS) == STAGES
+def test_every_sampler_has_a_function() -> None:
+    assert tuple(FUNCTIONS) == SAMPLER_NAMES
 
 
 @pytest.mark.parametrize(
@@ -261,7 +272,7 @@ def test_a_wrong_name_is_a_line(name: str, message: str) -> None:
 def test_parameters_go_by_name() -> None:
     with pytest.raises(RequestError, match="give parameters by name: SamplingParams"):
         SamplingParams("greedy")  # type: ignore[call-arg]
-    with pytest.raises(RequestError, match="temperature must be from 0"):
+    with pytest.raises(RequestError, match="temperature must be a number from 0"):
         SamplingParams(temperature=-1)
 
 
@@ -278,11 +289,11 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
         "bad_words", "choice", "samplers")}))  # fmt: skip
 
 
-# The stages that a request asks for.
+# The samplers that a request asks for.
 
 
 @pytest.mark.parametrize(
-    ("fields", "stages"),
+    ("fields", "samplers"),
     [
         ({}, ()),
         ({"temperature": 0.0, "top_k": 5, "xtc_probability": 0.5}, ()),
@@ -314,8 +325,8 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
     ],
     ids=str,
 )
-def test_chain(fields: dict[str, Any], stages: tuple[str, ...]) -> None:
-    assert chain(params(**fields)) == stages
+def test_chain(fields: dict[str, Any], samplers: tuple[str, ...]) -> None:
+    assert chain(params(**fields)) == samplers
 
 
 def test_samplers_run_in_the_order_of_the_request() -> None:
@@ -375,6 +386,6 @@ def test_allowed_mask() -> None:
         allowed_mask(params(allowed_token_ids=[70]), 70)
 
 
-def test_the_page_has_every_stage() -> None:
+def test_the_page_has_every_sampler() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
-    assert [stage for stage in STAGES if stage not in page] == []
+    assert [name for name in SAMPLER_NAMES if name not in page] == []

@@ -164,7 +164,7 @@ def test_a_pattern_of_a_name_leaves_no_comma_after_it() -> None:
     ],
     ids=str,
 )
-def test_what_a_schema_says(schema: Any, right: str, wrong: str) -> None:
+def test_valid_answers_of_schemas(schema: Any, right: str, wrong: str) -> None:
     constraint = compile_constraint(SMALL, json_schema=schema)
     assert accepts(constraint, right)
     assert not accepts(constraint, wrong)

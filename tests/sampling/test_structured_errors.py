@@ -15,8 +15,8 @@ from jinfer.sampling.structured import (
     compile_constraint,
     constraint,
 )
+from jinfer.sampling.structured.constraint import UnfinishedError
 from jinfer.sampling.structured.matcher import MAX_FORCED
-from jinfer.sampling.structured.sandboxed_compile import UnfinishedError
 from tests.sampling.test_structured_masks import SMALL
 from tests.sampling.vocabularies import ListTokenizer, tokenizer
 
@@ -264,7 +264,7 @@ def test_great_counts_are_kept_without_delay(given: dict[str, Any]) -> None:
     assert time.process_time() - before < 10
 
 
-def test_what_is_forced_is_bounded_in_the_middle_too() -> None:
+def test_forced_text_is_bounded_within_an_answer() -> None:
     """As many bytes as an answer may have to have at once, and one more after a choice."""
     words = np.zeros(-(-SMALL.vocab_size // 32), np.uint32)
     given = f"[bc]a{{{MAX_FORCED}}}"
@@ -280,7 +280,7 @@ def test_what_is_forced_is_bounded_in_the_middle_too() -> None:
             matcher.mask(words)
 
 
-def test_why_a_constraint_is_refused_is_found_once() -> None:
+def test_reason_of_a_rejected_constraint_is_cached() -> None:
     kept, made = constraint._Cache(), list[str]()
 
     def refuses(error: type[ConstraintError]) -> Constraint:
@@ -305,7 +305,7 @@ def test_a_vocabulary_that_cannot_write_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tok_spm_unigram_t5", "tok_m2m100"])
-def test_a_vocabulary_without_bytes_writes_what_it_can(name: str) -> None:
+def test_vocabulary_without_bytes_writes_available_text(name: str) -> None:
     found = tokenizer(name)
     matcher = compile_constraint(found, choice=["name", "the"], at_text_start=True).start()
     for token in found.encode_parts(["the"]):

@@ -179,7 +179,7 @@ def test_rollback_over_the_end() -> None:
 
 
 @pytest.mark.parametrize("token", [ord("b"), -1, len(TOKENS), EOS[0], 2**40])
-def test_a_token_that_is_not_allowed_changes_nothing(token: int) -> None:
+def test_rejected_token_changes_no_state(token: int) -> None:
     matcher = compile_constraint(SMALL, regex="a[ac]+").start()
     matcher.advance(ord("a"))
     before = allowed(matcher)
@@ -198,7 +198,7 @@ def test_a_token_that_is_not_allowed_changes_nothing(token: int) -> None:
         (np.zeros(18, np.uint32)[::2], "contiguous row of uint32"),
     ],
 )
-def test_room_for_a_mask(out: Any, message: str) -> None:
+def test_mask_buffer_is_checked(out: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compile_constraint(SMALL, regex="a").start().mask(out)
 
@@ -219,7 +219,7 @@ def test_threads() -> None:
         assert list(pool.map(answer, range(24))) == [answer(seed) for seed in range(24)]
 
 
-def test_full_automaton_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_automaton_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers share an automaton, whose states are limited; more answers need more than that."""
     monkeypatch.setitem(constraint.LIMITS, "max_lexer_states", 40)
     regex = "(a|b|c)*a(a|b|c){5}"

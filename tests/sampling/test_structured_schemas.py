@@ -135,7 +135,7 @@ def test_forced_text_is_tokenized_as_the_tokenizer_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["tok_spm_bpe", "tok_llama2c", "llama-spm"])
-def test_a_space_that_the_decoder_takes_away(name: str) -> None:
+def test_leading_space_removed_by_the_decoder(name: str) -> None:
     found = tokenizer(name)
     inside = compile_constraint(found, choice=["yes"])
     start = compile_constraint(found, choice=["yes"], at_text_start=True)

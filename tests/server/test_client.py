@@ -127,7 +127,7 @@ def test_every_parameter_is_a_field_of_the_service() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["Hi", "--top-p", "2"], "top_p must be from 0 to 1, not 2"),
+        (["Hi", "--top-p", "2"], "top_p must be a number from 0 to 1, not 2"),
         (["Hi", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot be reached: "),
         (["Hi", "--url", "unix:/nowhere/s"], "unix:/nowhere/s: cannot be reached: No such file"),
         (["Hi", "--url", "ftp://x"], "ftp://x: write http://HOST:PORT"),
@@ -303,7 +303,7 @@ def test_a_chat(strict: Running, capsys: Any, tmp_path: Path) -> None:
     assert chat.messages == before
     assert "3 messages with smol at http://" in take("/stats")
     assert "there is no /rset; did you mean '/reset'?" in take("/rset")
-    assert "top_p must be from 0" in take("/set top_p=2")
+    assert "top_p must be a number from 0" in take("/set top_p=2")
     assert "one answer at a time" in take("/set n=2")
     take(f"/save {tmp_path / 'c.json'}")
     assert json.loads((tmp_path / "c.json").read_text()) == before

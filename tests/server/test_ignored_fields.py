@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer.server.core.chat_schemas import ChatRequest
-from jinfer.server.core.peer_fields import PeerFields
+from jinfer.server.core.sampling_fields import FOREIGN_FIELDS
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.ignored_fields import HEADER, MAX_NAMED, ignored_fields
 from jinfer.server.http.request_body import validated
@@ -88,7 +88,7 @@ def test_the_same_where_the_service_is_strict(
     assert error["code"] == ("model_not_found" if name == "model" else "not_supported")
 
 
-OTHERS = [*PeerFields.model_fields, "moderation", "prompt_cache_options", "parse_tool_calls"]
+OTHERS = [*FOREIGN_FIELDS, "moderation", "prompt_cache_options", "parse_tool_calls"]
 CHANGE = json.loads("""{
     "backend_sampling": false, "parse_tool_calls": false, "spaces_between_special_tokens": false,
     "return_token_offsets": true, "grammar_lazy": true, "watermarking": true, "echo": true,

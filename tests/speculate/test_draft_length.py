@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import Backoff, DraftLength, RunningMean
 from jinfer.speculate.replay_drafter import ReplayDrafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
@@ -136,7 +136,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         keys = [
             key
             for key in speculation._step_keys()
-            if not key.masked and key.stages == stage_sets()[0]
+            if not key.masked and key.stages == sampler_sets()[0]
         ]
         for future in engine.runner.programs.announce(keys):
             future.result()

@@ -54,7 +54,7 @@ def given_by(head: EagleDrafter, vectors: Floats) -> Floats:
         module = head.runner.model.module(parameters)
         # In float32, which a head's own cache is not: it only drafts.
         cache = zero_cache(head.runner.model.caches, 2, jnp.float32)
-        out, _ = module.decode_all(tokens, at, cache, None, module.taken(vectors))
+        out, _ = module.decode_all(tokens, at, cache, None, module.project_hidden(vectors))
         return out["logits"]
 
     tokens = on_device(AHEAD[:count], jnp.int32)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.cpu import build_library, read_bandwidth
+from jinfer.cpu import build_library, library_calls
 from jinfer.cpu.cores import usable_cores
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 
@@ -62,7 +62,7 @@ def read_rate(cores: int, repeats: int = 10) -> float:
     arrays = [copy_to_huge_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
     ways: list[Callable[[np.ndarray], Any]] = [np.bitwise_or.reduce]
     if build_library.available():
-        ways = [partial(read_bandwidth.read, ahead=ahead) for ahead in read_bandwidth.AHEAD]
+        ways = [partial(library_calls.read_memory, ahead=ahead) for ahead in library_calls.AHEAD]
     seconds: list[list[float]] = [[] for _ in ways]
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(repeats):

@@ -61,7 +61,7 @@ def text_windows(opened: Opened, text: str, most: int, length: int = LENGTH) -> 
 
 
 _PLAIN: dict[str, Any] = {"dtype": "float32", "quantization": {"weights": "plain"}}
-_WRITES: dict[str, Any] = {"quantization": {"weights": "q8", "method": "nearest"}}
+_WRITES: dict[str, Any] = {"quantization": {"weights": "q8", "method": "rtn"}}
 
 
 def importance_matrix(

@@ -83,6 +83,7 @@ from jinfer.loader.weights.storage_plan import (
     with_types,
 )
 from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
+from jinfer.modelspec.quantization_table import current_method
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import task
@@ -151,7 +152,7 @@ def convert(
         free = free_memory()
         hindered = gptq_names(storages) and obstacle(model, spec, storages, tokens, free)
         if hindered:
-            print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
+            print(f"{hindered}; weights are quantized without GPTQ", file=sys.stderr)
             storages = without_gptq(storages)
         measured = defaultdict[str, ErrorSums](ErrorSums)
         parameters: Iterable[tuple[str, Any]]
@@ -270,9 +271,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--method",
+        type=current_method,
         choices=get_args(Method),
-        help="as quantization.method (auto): search takes a fraction of the time of feedback, and "
-        "below 5 bits loses several times as much quality; nearest loses more still",
+        help="as quantization.method (auto): mse takes a fraction of the time of gptq, and below 5 "
+        "bits loses several times as much quality; rtn loses more still",
     )
     add("--calibration", metavar="TEXT", help="a text file to calibrate with; "
         "by default, texts that the model generates")  # fmt: skip

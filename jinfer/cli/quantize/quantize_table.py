@@ -21,8 +21,8 @@ BITS = "of a weight, with its share of scales, bases and padding"
 ERRORS = "of the weights, and of their products with the inputs that were read; root mean square"
 UNKNOWN = (
     "products with inputs were not measured, as no text was read, and the error of weights alone "
-    "does not rank methods: below 5 bits that of feedback is larger, and it loses several times "
-    "less quality; --method feedback and --calibration TEXT read one"
+    "does not rank methods: below 5 bits that of gptq is larger, and it loses several times "
+    "less quality; --method gptq and --calibration TEXT read one"
 )
 
 

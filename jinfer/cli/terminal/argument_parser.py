@@ -1,14 +1,171 @@
-"""Argument parser (argparse) of all commands: one-line errors with the nearest flag, short help."""
+"""Argument parser (argparse) of all commands, and flags from the fields of dataclasses.
+
+Errors are one line with the nearest flag; `--help` shows the most important flags.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from jinfer.modelspec.bounded_types import (
+    Reader,
+    WrongValue,
+    details,
+    documentation,
+    fields,
+    from_text,
+    read_text,
+    union,
+)
+from jinfer.modelspec.foreign_names import flag_aliases
+from jinfer.modelspec.spec_errors import show_value
+
+PREFIX = "JINFER_"  # of environment variables
 _CLOSE = 0.6
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that sets a field.
+
+    Attributes:
+        name: of the field.
+        flag: the flag that help texts show.
+        aliases: other names of it.
+        type: of its values, with bounds.
+        help: one line.
+        default: the value without the flag.
+        key: the key of a specification that it sets.
+        metavar: the name of its value in help texts, or "" for that of its type.
+    """
+
+    name: str
+    flag: str
+    aliases: tuple[str, ...]
+    type: Any
+    help: str
+    default: Any = None
+    key: str = ""
+    metavar: str = ""
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def repeated(self) -> bool:
+        """Whether each use of the flag adds an item to a list."""
+        inner, note = _first(self.type)
+        return note.repeated if isinstance(note, Reader) else get_origin(inner) is tuple
+
+    @property
+    def switch(self) -> bool:
+        """Whether it has no value."""
+        return union(self.type)[0] is bool and len(union(self.type)) == 1
+
+    def read(self, text: str) -> Any:
+        """Reads a text. Raises `WrongValue`."""
+        return from_text(self.type, text) if self.repeated else read_text(self.type, text)
+
+    def read_variable(self, text: str) -> Any:
+        """Reads its environment variable; items of a list are separated by commas.
+
+        Raises:
+            WrongValue: its type does not allow the text.
+        """
+        if self.repeated:
+            return [self.read(item.strip()) for item in text.split(",") if item.strip()]
+        return self.read(text)
+
+
+def spelled(name: str) -> str:
+    """The flag of a field."""
+    return "-n" if name == "n" else f"--{name.replace('_', '-')}"
+
+
+@cache
+def flags_of(*classes: Any) -> tuple[Flag, ...]:
+    """The flags of the fields of dataclasses that `option` made."""
+    flags = []
+    for cls in classes:
+        texts = help_texts(cls)
+        for name, (field, hint) in fields(cls).items():
+            if "flag" in field.metadata:
+                flag, key = field.metadata["flag"] or spelled(name), field.metadata["key"]
+                others = tuple(dict.fromkeys(a for a in flag_aliases(name, key) if a != flag))
+                made = field.default_factory
+                default = field.default if made is dataclasses.MISSING else made()
+                rest = hint, texts[name], default, key, field.metadata["metavar"]
+                flags.append(Flag(name, flag, others, *rest))
+    return tuple(flags)
+
+
+def help_texts(cls: Any) -> dict[str, str]:
+    """Help texts by field; of fields that are documented together, the first has the text."""
+    texts: dict[str, str] = {}
+    for (first, *others), text in documentation(cls).items():
+        texts[first] = f"(with {', '.join(others)}) {text}" if others else text
+        texts |= dict.fromkeys(others, f"see {spelled(first)}")
+    return texts
+
+
+def add_flags(group: Any, flags: Iterable[Flag], negatable: bool = False) -> None:
+    """Adds flags to a parser or to a group of it; `--help` does not show aliases.
+
+    Args:
+        negatable: whether there is a `--no-...` of each switch.
+    """
+    for flag in flags:
+        how: dict[str, Any] = {"dest": flag.name, "help": _help(flag).replace("%", "%%")}
+        if flag.switch and negatable:
+            how["action"] = argparse.BooleanOptionalAction
+        elif flag.switch:
+            how |= {"action": "store_const", "const": True}
+        else:
+            how |= {"type": partial(_converted, flag.read), "metavar": _metavar(flag)}
+            how |= {"action": "append"} if flag.repeated else {}
+        group.add_argument(flag.flag, **how)
+        if flag.aliases:
+            group.add_argument(*flag.aliases, **how | {"help": argparse.SUPPRESS})
+
+
+def _converted(read: Callable[[str], Any], text: str) -> Any:
+    try:
+        return read(text)
+    except WrongValue as wrong:
+        reason = f"{show_value(wrong.value)} is not {wrong.expected}{wrong.hint}"
+        raise argparse.ArgumentTypeError(reason) from None
+
+
+def _first(hint: Any) -> tuple[Any, Any]:
+    return details(union(hint)[0])
+
+
+def _words(hint: Any) -> list[str]:
+    literals = [option for option in union(hint) if get_origin(option) is Literal]
+    words = ["true", "false"] if literals and bool in union(hint) else []
+    return words + [str(word) for option in literals for word in get_args(option)]
+
+
+def _metavar(flag: Flag) -> str:
+    inner, note = _first(flag.type)
+    if flag.metavar or isinstance(note, Reader):
+        return flag.metavar or str(note.metavar)
+    return "|".join(_words(flag.type)) or {int: "N", float: "X"}.get(inner, "TEXT")
+
+
+def _help(flag: Flag) -> str:
+    """The help text, with the allowed words where the name of the value does not have them."""
+    text, words = flag.help.removesuffix("."), _words(flag.type)
+    return f"{text}: {', '.join(words)}" if words and flag.metavar else text
 
 
 class CliParser(argparse.ArgumentParser):
@@ -16,8 +173,8 @@ class CliParser(argparse.ArgumentParser):
 
     Args:
         short: flags that `--help` shows, where `--help-all` shows all; empty: `--help` shows all.
-        words: name of a positional argument that may stand between or after flags.
-        instead: flags of other engines -> the equivalent here.
+        words: name of a positional argument that may be between or after flags.
+        instead: what to do instead of a flag that does not exist; "" if that is unknown.
     """
 
     def __init__(
@@ -25,10 +182,10 @@ class CliParser(argparse.ArgumentParser):
         *args: Any,
         short: Collection[str] = (),
         words: str = "",
-        instead: Mapping[tuple[str, ...], str] | None = None,
+        instead: Callable[[str], str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._short, self._words, self._instead = short, words, instead or {}
+        self._short, self._words, self._instead = short, words, instead or (lambda flag: "")
         super().__init__(*args, **kwargs)
         if short:
             self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
@@ -69,30 +226,29 @@ class CliParser(argparse.ArgumentParser):
 
     def _reject_foreign(self, given: Iterable[str]) -> None:
         """Rejects flags of other engines and names the equivalent."""
-        known = self._option_string_actions
         for word in given:
             if word == "--":
                 return
             flag = word.partition("=")[0]
-            for names, why in self._instead.items():
-                if flag in names and flag not in known:
-                    self.error(f"there is no flag {flag}: {why}")
+            if flag not in self._option_string_actions and (hint := self._instead(flag)):
+                self.error(f"there is no flag {flag}: {hint}")
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{word!r} is one argument too many"
         flag = word.partition("=")[0]
-        known = {
-            _plain(name): name
-            for action in self._actions
-            for name in action.option_strings
-            if name.startswith("--") and action.help != argparse.SUPPRESS
+        every = {
+            _plain(name): (name, action.help != argparse.SUPPRESS)
+            for name, action in self._option_string_actions.items()
+            if name.startswith("--")
         }
-        same = _plain(flag) in known
-        if self._instead and not same and (said := _keyword(flag)):
-            return f"there is no flag {flag}: {said}"
-        near = difflib.get_close_matches(_plain(flag), known, 1, _CLOSE)
-        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        if _plain(flag) not in every and (hint := self._instead(flag.replace("_", "-"))):
+            return f"there is no flag {flag}: {hint}"
+        shown = {plain: name for plain, (name, visible) in every.items() if visible}
+        if _plain(flag) in every:
+            shown[_plain(flag)] = every[_plain(flag)][0]
+        near = difflib.get_close_matches(_plain(flag), shown, 1, _CLOSE)
+        hint = f"; did you mean {shown[near[0]]}?" if near else ""
         return f"there is no flag {flag}{hint}"
 
 
@@ -105,15 +261,6 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser._print_message(parser.format_help(), sys.stdout)
         parser.exit()
-
-
-def _keyword(flag: str) -> str:
-    """The equivalent of a flag that is named after another engine's keyword; or ""."""
-    # Imported here, because only errors need it.
-    from jinfer.loader.open_keywords import FOREIGN
-
-    said = FOREIGN.get(flag.lstrip("-").replace("-", "_"), "")
-    return said if " " in said or not said else f"--set {said}=... is that key"
 
 
 def _plain(flag: str) -> str:

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from jinfer.cli.terminal.generate_flags import sampling, spelled
+from jinfer.cli.terminal.argument_parser import flags_of, spelled
+from jinfer.cli.terminal.generate_flags import GenerateFlags, sampling
+from jinfer.sampling.samplers import SELECTABLE
 from jinfer.sampling.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
-from jinfer.sampling.stages import SAMPLERS
 
 
 class FlagError(ValueError):
@@ -45,7 +46,7 @@ _CONFLICTS = (
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
 
 # Keys of a specification -> flags that set them.
-FLAG_OF_KEY = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
+FLAG_OF_KEY = {flag.key: flag.name for flag in flags_of(GenerateFlags) if flag.key}
 
 
 def merge_alternatives(options: argparse.Namespace) -> argparse.Namespace:
@@ -145,7 +146,7 @@ def _without_effect(given: Collection[str], params: SamplingParams) -> Iterator[
                 yield flag, why
         if "temperature" in given and params.temperature and params.strategy != "fsd":
             yield "temperature", why
-    for flag in SAMPLERS:
+    for flag in SELECTABLE:
         if flag in given and params.samplers is not None and flag not in params.samplers:
             yield flag, "--samplers leaves it out"
 

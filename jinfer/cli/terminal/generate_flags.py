@@ -1,31 +1,93 @@
 """Flags of `jinfer generate`; imports nothing slow."""
 
+# ruff: noqa: RUF009 (`option` gives a `dataclasses.field`)
+
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.cli.terminal.foreign_flags import FLAG_ALIASES, FLAG_HINTS
+from jinfer.cli.terminal.argument_parser import (
+    CliParser,
+    Flag,
+    add_flags,
+    flags_of,
+    help_texts,
+    spelled,
+)
 from jinfer.distributed import job_config
-from jinfer.sampling import param_ranges as ranges
+from jinfer.modelspec.bounded_types import Size, from_text, option
+from jinfer.modelspec.foreign_names import flag_aliases, flag_hint
 from jinfer.sampling.param_field import Parameter
-from jinfer.sampling.parameter_docs import described
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS
+from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
 
 _FILES = ("json_schema", "grammar")  # may be given as a file
 _FILE_NAME = re.compile(r"[^\s{}()\[\]:|\"']+\.(json|lark|gbnf|ebnf|txt)")
-
+# Functions cannot be written in a shell.
+_WITHOUT_FLAG = (*ACTIVATIONS, "logits_processors")
 
 # Flags that `--help` shows.
 _SHORT = (
     *("--prompt", "--system", "--chat", "--max-tokens", "--temperature", "--ctx-size", "--set"),
     *("--json", "--threads", "--help"),
+)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags about the model, of `generate` and `serve`.
+
+    Attributes:
+        model: the source, as llama.cpp names it.
+        ctx_size: maximum tokens of a sequence (engine.context).
+        kv_cache: number format of the KV cache (quantization.kv_cache).
+        dtype: number format of weights and computation.
+        set: any key of the specification.
+    """
+
+    model: str | None = option(metavar="SOURCE")
+    ctx_size: Size | None = option(key="engine.context")
+    kv_cache: str | None = option(key="quantization.kv_cache", metavar="TYPE")
+    dtype: str | None = option(key="dtype", metavar="TYPE")
+    set: tuple[str, ...] = option((), metavar="KEY=VALUE")
+
+
+@dataclass(frozen=True)
+class GenerateFlags(ModelFlags):
+    """Flags of `generate` besides the sampling parameters.
+
+    Attributes:
+        prompt: what to answer, as QUESTION; - reads it from standard input, and the input of a
+            pipe follows it.
+        prompt_file: a file with the prompt.
+        ids: token ids to continue instead of a text, such as "1 15043".
+        raw: continue the prompt as it is, without a chat template.
+        system: the system message.
+        chat: a conversation; a --prompt is its first message.
+        explain_speculation: colour tokens by who drafted them, and print how often drafts were
+            right.
+        json: print one JSON object with text, ids and timings.
+        threads: use at most N cores of the CPU.
+    """
+
+    prompt: str | None = option()
+    prompt_file: str | None = option(metavar="FILE")
+    ids: str | None = option(metavar="IDS")
+    raw: bool = option(False)
+    system: str | None = option()
+    chat: bool = option(False)
+    explain_speculation: bool = option(False)
+    json: bool = option(False)
+    threads: Size | None = option()
+
+
+JOB_FLAGS = tuple(
+    Flag(name, f"--{name}", (), str, about, metavar=name.upper())
+    for name, about in job_config.FLAGS.items()
 )
 
 
@@ -41,17 +103,16 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         short=_SHORT,
         words="question",
-        instead=FLAG_HINTS,
+        instead=flag_hint,
     )
-    add = partial(_add, parser.add_argument)
-    add(
+    parser.add_argument(
         "source",
         nargs="?",
         help="a name that 'jinfer list' shows, a checkpoint folder or file, a spec (.toml), "
         "package://..., owner/name of a hub",
     )
     parser.set_defaults(question=None)
-    add(
+    parser.add_argument(
         "--list",
         nargs="?",
         const="",
@@ -59,55 +120,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         help="show the models that are known by name, or those with TEXT in their name or "
         "their family's; TEXT may be a pattern such as 'qwen*'",
     )
-    add(
-        "--prompt",
-        metavar="TEXT",
-        help="what to answer, as QUESTION; - reads it from standard input, and what comes through "
-        "a pipe follows it",
+    add_flags(parser, flags_of(GenerateFlags))
+    add_flags(
+        parser.add_argument_group("several hosts", "'jinfer docs partition' says more"), JOB_FLAGS
     )
-    add("--prompt-file", metavar="FILE", help="a file with what to answer")
-    add("--ids", help='token ids to continue instead of a text, such as "1 15043"')
-    _switch(add, "--raw", "continue the prompt as it is, without a chat template")
-    add("--system", metavar="TEXT", help="the system message")
-    _switch(add, "--chat", "a conversation; a --prompt is its first message")
-    add("--model", "-m", metavar="SOURCE", help="the source, as llama.cpp names it")
-    add(
-        *("--ctx-size", "-c", "--max-model-len"),
-        type=_positive,
-        metavar="N",
-        help="tokens that a sequence may have (engine.context)",
-    )
-    add(
-        *("--kv-cache", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
-        metavar="KIND",
-        help="what numbers of the cache are kept as (quantization.kv_cache)",
-    )
-    add("--dtype", metavar="TYPE", help="of weights and computation")
-    add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    _switch(
-        add,
-        "--explain-speculation",
-        "colour tokens by who drafted them, and print how often drafts were right",
-    )
-    _switch(add, "--json", "print one JSON object with text, ids and timings")
-    add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
-    several = parser.add_argument_group("several hosts", "'jinfer docs partition' says more")
-    for name, about in job_config.FLAGS.items():
-        several.add_argument(f"--{name}", help=about, metavar=name.upper())
     add_sampling(parser)
     return parser
-
-
-def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
-    """Adds an argument, with aliases of other engines that the help omits.
-
-    The first name is jinfer's and is shown.
-    """
-    add(names[0], **how)
-    others = (*names[1:], *FLAG_ALIASES.get(names[0], ()))
-    if others:
-        dest = names[0].removeprefix("--").replace("-", "_")
-        add(*others, **how | {"dest": dest, "help": argparse.SUPPRESS})
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,85 +137,30 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
-def spelled(name: str) -> str:
-    """The flag of a parameter."""
-    return "-n" if name == "n" else f"--{name.replace('_', '-')}"
+@dataclass(frozen=True)
+class _SamplingFlag(Flag):
+    """A flag of a sampling parameter; `SamplingParams` checks its bounds."""
+
+    def read(self, text: str) -> Any:
+        text = _text_or_file(text) if self.name in _FILES else text
+        return from_text(self.type, text)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each sampling parameter, and --greedy."""
     group = parser.add_argument_group("sampling", "'jinfer docs sampling' says more of each")
-    add = partial(_add, group.add_argument)
-    help = _described()
-    _switch(add, "--greedy", "always the likeliest token")
-    for name, parameter in PARAMETERS.items():
-        if parameter.range is ranges.PROCESSORS:
-            continue  # functions cannot be written in a shell
-        if name in ACTIVATIONS:
-            continue
-        names = ["-n", "--n"] if name == "n" else list(map(spelled, (name, *parameter.aliases)))
-        text = help.get(name, "").replace("%", "%%")
-        if name == "n":
-            text += " (llama.cpp's -n is --max-tokens)"
-        if parameter.range is ranges.SWITCH:
-            _switch(add, *names, text)
-            continue
-        add(*names, help=text, **_form(parameter))
+    greedy = Flag("greedy", "--greedy", (), bool, "always the likeliest token")
+    texts = help_texts(SamplingParams)
+    texts["n"] += " (llama.cpp's -n is --max-tokens)"
+    parameters = [row for row in PARAMETERS.values() if row.name not in _WITHOUT_FLAG]
+    add_flags(group, [greedy, *(_sampling_flag(row, texts[row.name]) for row in parameters)])
 
 
-def _form(parameter: Parameter) -> Mapping[str, Any]:
-    """argparse's keyword arguments for a parameter."""
-    if parameter.name in _FILES:
-        return {"type": _text_or_file, "metavar": "FILE|TEXT"}
-    match parameter.range:
-        case ranges.Range(whole=whole):
-            return {"type": int, "metavar": "N"} if whole else {"type": float, "metavar": "X"}
-        case ranges.Items(item=ranges.is_id):
-            return {"type": _ids, "metavar": "IDS"}
-        case ranges.IdSequences():
-            return {"type": _ids, "action": "append", "metavar": "IDS"}
-        case ranges.Biases():
-            return {"type": _bias, "action": "append", "metavar": "ID=X"}
-        case ranges.Items() | ranges.Names():
-            return {"action": "append", "metavar": "TEXT"}
-        case ranges.EARLY:
-            return {"type": _early, "metavar": "true|false|never"}
-    return {"metavar": "NAME" if parameter.name == "strategy" else "TEXT"}
-
-
-def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
-    *names, help = names_and_help
-    add(*names, action="store_const", const=True, help=help)
-
-
-def _described() -> dict[str, str]:
-    """Help texts by parameter; of parameters documented together, for the first."""
-    result: dict[str, str] = {}
-    for (first, *others), text in described().items():
-        result[first] = text if not others else f"(with {', '.join(others)}) {text}"
-        result |= {name: f"see {spelled(first)}" for name in others}
-    return result
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
-
-
-def _ids(text: str) -> list[int]:
-    return [int(word) for word in text.replace(",", " ").split()]
-
-
-def _bias(text: str) -> tuple[int, float]:
-    id, equals, bias = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, such as 15043=-5")
-    return int(id), float(bias)
+def _sampling_flag(parameter: Parameter, help: str) -> Flag:
+    name = parameter.name
+    metavar = "FILE|TEXT" if name in _FILES else "NAME" if name == "strategy" else ""
+    aliases = (*(["--n"] if name == "n" else ()), *flag_aliases(name))
+    return _SamplingFlag(name, spelled(name), aliases, parameter.type, help, metavar=metavar)
 
 
 def token_ids(text: str) -> list[int]:
@@ -206,10 +169,6 @@ def token_ids(text: str) -> list[int]:
     if not words or not all(word.isdecimal() for word in words):
         raise RequestError(f"--ids {text!r}: write token ids, such as --ids '1 15043'")
     return [int(word) for word in words]
-
-
-def _early(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text, text)
 
 
 def _text_or_file(text: str) -> str:

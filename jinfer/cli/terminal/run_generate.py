@@ -14,6 +14,7 @@ from typing import Any
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import INTERRUPTED, show_answer
+from jinfer.cli.terminal.argument_parser import spelled
 from jinfer.cli.terminal.chat_loop import STOPPED
 from jinfer.cli.terminal.flag_conflicts import (
     FLAG_OF_KEY,
@@ -22,7 +23,7 @@ from jinfer.cli.terminal.flag_conflicts import (
     check_effects,
     merge_alternatives,
 )
-from jinfer.cli.terminal.generate_flags import sampling, spelled, token_ids
+from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.step_key import StepKey, StepKind
-from jinfer.ops.attention.block_rows import BlockRows, row_groups
+from jinfer.ops.attention.kv_blocks import BlockRows, row_groups
 from jinfer.ops.backend import backend
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from jinfer.engine.offload.block_io import BATCH, block_nbytes, scatter
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.prefix_blocks import PrefixBlock, enter, pool_of, prefix_blocks
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 if TYPE_CHECKING:

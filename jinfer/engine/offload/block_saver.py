@@ -27,7 +27,7 @@ from jinfer.engine.offload.block_io import (
 from jinfer.engine.offload.offload_stores import Stores, block_key
 from jinfer.engine.scheduling.block_pool import ignore
 from jinfer.engine.scheduling.prefix_blocks import pool_of
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import STATE
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from jinfer.engine.offload.offload_stores import HostStore, Stores, block_key
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.program_cache import code_version, surroundings
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.ops.attention.block_rows import row_groups
+from jinfer.ops.attention.kv_blocks import row_groups
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.version import __version__
 

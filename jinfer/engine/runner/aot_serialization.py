@@ -26,7 +26,7 @@ from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.nn.row_edits import EditTable
 from jinfer.ops.attention.kv_cache import IndexedCache, LayerCache
-from jinfer.ops.custom_calls import known_calls, register_calls
+from jinfer.ops.cpu_library import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.sampling.logits_processors import LogitsProcessor
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
     SamplerState,

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jinfer.engine.runner.device_state import State
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.sampling import penalties
-from jinfer.sampling.sampler import add_gumbel_noise, apply_stages
+from jinfer.sampling.sampler import add_gumbel_noise, apply_samplers
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def propose_next(
     past = History(state.history, rows, lengths, state.prompts[rows])
     allowed = penalties.masked(logits.astype(jnp.float32), state.mask, rows, state.masked[rows])
     scores = add_gumbel_noise(
-        apply_stages(allowed, sampler, progress, past, stages), sampler, progress
+        apply_samplers(allowed, sampler, progress, past, stages), sampler, progress
     )
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, tokens = lax.optimization_barrier(lax.top_k(scores, min(WIDTH, scores.shape[1])))

@@ -70,7 +70,7 @@ def prefill_head(
     """
     batch, _ = make_flat_batch(state, rows, positions, tables, jnp.full(1, -1, jnp.int32))
     module = model.module(leaves)
-    hidden = module.taken(vectors)
+    hidden = module.project_hidden(vectors)
     first = jnp.zeros(1, jnp.int32)
     return module.decode_all(batch.tokens, batch.step(), cache, first, hidden)[1]
 
@@ -104,6 +104,6 @@ def propose_with_head(
         out, cache = module.decode_all(batch.tokens, batch.step(), cache, None, hidden)
         return cache, out["logits"], sampled, out["hidden"].astype(hidden.dtype)
 
-    hidden, none = model.module(leaves).taken(vectors), no_proposals(model, count)
+    hidden, none = model.module(leaves).project_hidden(vectors), no_proposals(model, count)
     choose = partial(propose_next, stages)
     return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, hidden=hidden)

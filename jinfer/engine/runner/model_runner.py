@@ -25,8 +25,7 @@ from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTab
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.int8_keys import LONG_TEXT
-from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, STATE, Cache
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, LONG_TEXT, STATE, Cache
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)

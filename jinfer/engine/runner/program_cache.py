@@ -22,8 +22,7 @@ from jaxlib.version import __version__ as jaxlib_version
 from jinfer.disk_cache import CacheOffError, DiskCache, NoCacheError, cache_folder, private_folder
 from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.ops.custom_calls import library_key
-from jinfer.ops.thread_limit import cores
+from jinfer.ops.cpu_library import cores, library_key
 from jinfer.progress import line
 from jinfer.startup.source_files import content_of, files_below
 

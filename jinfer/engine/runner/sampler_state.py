@@ -14,7 +14,7 @@ from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.logits_processors import bits
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.sampling.sampling_metadata import SamplerState
 from jinfer.sampling.step_extras import Extra, processors_of, union
 
@@ -55,7 +55,7 @@ class SamplerStates:
     def stages(self, sequences: Sequence[RunningSequence]) -> tuple[str, ...]:
         """The sampler stages of a program for these sequences."""
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
-        return stage_sets()[0 if plain else -1]
+        return sampler_sets()[0 if plain else -1]
 
     def extras(self, sequences: Sequence[RunningSequence]) -> tuple[Extra, ...]:
         """The extras of a program for these sequences."""

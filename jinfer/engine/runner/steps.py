@@ -18,16 +18,16 @@ from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, mak
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention import block_copies
+from jinfer.ops.attention import kv_blocks
 from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.cpu_library import interrupted
 from jinfer.ops.fusion.weight_pointers import used_arrays
-from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
-from jinfer.sampling.stages import NOT_FINITE, STAGES
+from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES
 from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
 
@@ -208,9 +208,9 @@ def sample_next(
     if processors := processors_of(stages):
         past = History(state.history, rows, state.lengths[rows], state.prompts[rows])
         never = process(never.astype(jnp.float32), processors, state.processors[rows], past)
-    names = [one for one in stages if one in STAGES]
+    names = [one for one in stages if one in SAMPLER_NAMES]
     of_sampler = (state.sampler, state.progress, state.history, rows, state.lengths, state.prompts)
-    allowed: dict[str, Any] = {"mask": state.mask, "masked": state.masked, "stages": names}
+    allowed: dict[str, Any] = {"mask": state.mask, "masked": state.masked, "samplers": names}
     tokens, progress = sample(never, *of_sampler, **allowed)
     if "post_sampling_probs" in stages:
         left = filtered_logits(never, *of_sampler, **allowed)
@@ -317,6 +317,6 @@ def copy_blocks(
     for group in sources:
         in_group = {name: cache[name] for name in cache if model.caches[name].group == group}
         arrays, tree = jax.tree.flatten(in_group)
-        changed = block_copies.copy_blocks(arrays, sources[group], targets[group], count)
+        changed = kv_blocks.copy_blocks(arrays, sources[group], targets[group], count)
         copied |= jax.tree.unflatten(tree, changed)
     return copied

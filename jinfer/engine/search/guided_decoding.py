@@ -35,7 +35,7 @@ from jinfer.engine.search.grammar_worker import (
     done_by,
 )
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
-from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.param_types import MAX_BAD_LENGTH
 
 if TYPE_CHECKING:
     from jaxtyping import UInt

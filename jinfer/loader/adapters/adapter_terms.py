@@ -19,7 +19,7 @@ from jinfer.loader.weights.tensor_mapping import (
     parameter_shapes,
 )
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
-from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
+from jinfer.nn.lora_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class AdapterTerm:
 
     Attributes:
         magnitude: DoRA's lengths of rows; None: a LoRA without them.
-        norms: the terms of `jinfer.ops.matmul.dora`, once the weight is known.
+        norms: the terms of `jinfer.ops.matmul.lora`, once the weight is known.
     """
 
     a: Float[np.ndarray, "*experts rank inputs"]

@@ -11,7 +11,8 @@ from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.config.config_json import read_json
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
-from jinfer.sampling.sampling_params import ALIASES, SamplingParams
+from jinfer.sampling.param_field import ALIASES
+from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.tokenizer_config import MAX_TOKENS
 

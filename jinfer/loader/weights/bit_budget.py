@@ -89,7 +89,7 @@ def mean_square_error(values: np.ndarray, format: QuantFormat) -> float:
     step = max(1, rows.size // _SAMPLE)
     blocks = split_into_blocks(rows[::step], format.block).reshape(-1, format.block)
     blocks = np.resize(blocks, (_SAMPLE // format.block, format.block))  # the same program for all
-    rounded = quantize(blocks, format, method="search").dequantize()
+    rounded = quantize(blocks, format, method="mse").dequantize()
     return float(np.square(np.asarray(rounded) - blocks, dtype=np.float64).mean())
 
 
@@ -107,7 +107,7 @@ def _costs(
         return jnp.asarray(stored, jnp.float32)
 
     matrices = {
-        name: each.method == "feedback"
+        name: each.method == "gptq"
         for name, each in plan.storages.items()
         if plan.same[name] in firsts
     }
@@ -225,7 +225,7 @@ class _Costs:
         run: Callable[[Leaves, Vectors, Texts], Vectors],
         vectors: Sequence[Vectors],
     ) -> tuple[list[Vectors], dict[str, InputStats]]:
-        """Results for each text that feedback is computed for, and the statistics of the inputs."""
+        """Results for each text that GPTQ is computed for, and the statistics of the inputs."""
         tapped = {
             name: record_inputs(leaf, "products") if self._matrices.get(name) else leaf
             for name, leaf in leaves.items()

@@ -64,7 +64,7 @@ class _BlockLayout:
 
 
 def repacked_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
-    """The format of `repacked_tensor`; None if the numbers have to be decoded.
+    """Returns the format of `repacked_tensor`; None if the numbers have to be decoded.
 
     Only MXFP4 requires reading the data: its scales may exceed float16's range.
 
@@ -149,14 +149,14 @@ def repack(
     for begin in range(0, target.outputs, each):
         count = min(each, target.outputs - begin)
         part = slice(begin, begin + count)
-        taken = raw[part if rows is None else rows[part]]
+        selected = raw[part if rows is None else rows[part]]
         tile, sizes = begin // target.rows, (size, _values(type_name))
         words, scales = target.words[tile:], target.scales[tile:]
         steps = None if target.steps is None else target.steps[tile:]
-        if not repack_gguf.repack(type_name, taken, sizes, words, scales, steps):
-            _repack(kind, taken.reshape(-1, size), begin, count, target)
+        if not repack_gguf.repack(type_name, selected, sizes, words, scales, steps):
+            _repack(kind, selected.reshape(-1, size), begin, count, target)
         if rows is None:
-            release(taken)  # so that a large tensor is never in memory twice
+            release(selected)  # avoids a second copy of a large tensor
 
 
 def _repack(

@@ -8,7 +8,7 @@ fp16 block numbers
                          bit more, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
-                         with two-level scales (`two_level_scales`)
+                         with two-level scales (`split_scales`)
 
 Reordered inputs are sorted by their groups, and the order is stored (`ReorderedTensor`). The loss
 is measured in steps, the distance between two levels. If it is too large, or groups have other
@@ -28,13 +28,53 @@ import numpy as np
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
 from jinfer.modelspec.quant_format import QuantFormat, Width
-from jinfer.quant.quantized_tensor import QuantizedTensor, empty_tensor, from_codes
+from jinfer.quant.quantized_tensor import SUPER, QuantizedTensor, empty_tensor, from_codes
 from jinfer.quant.reordered_tensor import ReorderedTensor
 from jinfer.quant.scaled_tensor import block_of
-from jinfer.quant.two_level_scales import split_error, split_scales
 
 if TYPE_CHECKING:
-    from jaxtyping import Float16, Int
+    from jaxtyping import Float, Float16, Int, Int8
+
+_MOST = 127  # of the integers
+
+
+@np.errstate(all="ignore")  # NaN and infinity are values like others
+def split_scales(
+    scales: Float[np.ndarray, "*rows blocks"], unit: Float[np.ndarray, "*rows 1"], block: int
+) -> tuple[Int8[np.ndarray, "*rows blocks"], Float16[np.ndarray, "*rows supers"]]:
+    """Integers of blocks, and the factors of 256 weights.
+
+    Args:
+        unit: what scales are small floats times.
+        block: weights of a scale.
+    """
+    parts = _parted(scales, block)
+    largest = np.abs(parts).max(axis=-1) / unit
+    power = np.ceil(np.log2(np.where(largest > 0, largest, 1) / _MOST))
+    steps = (unit * np.exp2(power)).astype(np.float32)
+    integers = np.clip(np.rint(parts / steps[..., None]), -_MOST, _MOST)
+    integers = np.nan_to_num(integers).astype(np.int8).reshape(*scales.shape[:-1], -1)
+    return integers[..., : scales.shape[-1]], steps.astype(np.float16)
+
+
+@np.errstate(all="ignore")
+def split_error(
+    scales: Float[np.ndarray, "*rows blocks"], unit: Float[np.ndarray, "*rows 1"], block: int
+) -> float:
+    """How far off a scale is at most, relative to the largest of its 256 weights."""
+    integers, steps = split_scales(scales, unit, block)
+    wide = np.repeat(steps.astype(np.float32), SUPER // block, axis=-1)[..., : scales.shape[-1]]
+    largest = np.abs(_parted(scales, block)).max(axis=-1, keepdims=True)
+    off = np.abs(_parted(integers * wide - scales, block))
+    return float(np.where(off == 0, 0, off / largest).max(initial=0))
+
+
+def _parted(scales: np.ndarray, block: int) -> np.ndarray:
+    """[*rows, blocks] -> [*rows, supers, blocks of one], with zeros behind the last."""
+    each = SUPER // block
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % each)]
+    return np.pad(scales, padding).reshape(*scales.shape[:-1], -1, each)
+
 
 _BLOCKS = (128, 64, 32)
 _SMALL = 16  # of NVFP4

@@ -163,7 +163,7 @@ def generated_texts(
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
     # Activations in 8 bits are fastest, whichever the model will have.
-    rounded: dict[str, Any] = {"format": _WRITES, "method": "nearest", "outliers": 0.0}
+    rounded: dict[str, Any] = {"format": _WRITES, "method": "rtn", "outliers": 0.0}
     fast = {
         name: replace(each, activations="int8", **({} if each.as_in_file else rounded))
         for name, each in plan.storages.items()

@@ -123,10 +123,10 @@ class LayerwiseGPTQ:
         storage = self._storages.get(name)
         if storage is None or storage.as_in_file:
             return None
-        if storage.method == "feedback":
+        if storage.method == "gptq":
             return "products"
         # A search needs the squares alone, the report of what is lost all products.
-        return "products" if self._weighed and storage.method == "search" else None
+        return "products" if self._weighed and storage.method == "mse" else None
 
     def _inputs(
         self,
@@ -163,8 +163,8 @@ class LayerwiseGPTQ:
 
     def _quantized(self, name: str, inputs: InputStats | None) -> Any:
         origin, storage = self._origins[name], self._storages.get(name)
-        if storage is not None and storage.method == "feedback" and inputs is None:
-            storage = replace(storage, method="search")  # nothing was multiplied with it
+        if storage is not None and storage.method == "gptq" and inputs is None:
+            storage = replace(storage, method="mse")  # nothing was multiplied with it
         values = read_parameter(self._model, origin, storage, inputs, self._watched(name))
         origin.release()
         return values

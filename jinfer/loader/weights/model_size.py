@@ -97,7 +97,7 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
     """The sizes of a model; `model` is what `build_abstract_model` makes of the specification."""
     # Here, so that to show sizes that are known needs no JAX.
     from jinfer.nn.abstract_model import build_abstract_model
-    from jinfer.nn.adapted_rows import is_adapter
+    from jinfer.nn.lora_rows import is_adapter
     from jinfer.ops.attention.kv_cache import ENCODER
 
     model = model or build_abstract_model(spec, "float32")

@@ -19,7 +19,7 @@ from jinfer.modelspec.quant_format import FORMATS
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.matmul.half_precision import reads_16_bit_weights
+from jinfer.ops.matmul.dense import reads_16_bit_weights
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered

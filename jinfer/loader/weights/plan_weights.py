@@ -22,7 +22,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
-from jinfer.ops.thread_limit import cores
+from jinfer.ops.cpu_library import cores
 from jinfer.quant.quantized_tensor import Activations
 
 # Numbers of calibration texts.
@@ -32,7 +32,7 @@ AT_ONCE = 32  # texts that are generated together
 
 MAX_SECONDS = 300.0  # limit of "auto"
 _MAX_LEVELS = 64  # above, a search loses next to nothing
-_FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
+_FEWEST = 1 << 20  # weights for which GPTQ is worth compiling its programs
 _CORES = 16  # more do not help
 
 
@@ -42,14 +42,14 @@ def with_gptq(
     origins: Mapping[str, Origin],
     storages: Mapping[str, Storage],
 ) -> dict[str, Storage]:
-    """Choose GPTQ (error feedback) for the parameters that the specification allows.
+    """Choose GPTQ for the parameters that the specification allows.
 
     GPTQ does not apply to tables that are looked up, nor to a matrix that layers share. "auto"
     chooses it below 8 bits, for models that generate text, are not tiny, and run in a single
     process.
     """
     method = spec.quantization.method
-    if method not in ("auto", "feedback"):
+    if method not in ("auto", "gptq"):
         return dict(storages)
     same = same_arrays(model, origins, storages)
     uses = Counter(same.values())
@@ -64,7 +64,7 @@ def with_gptq(
         return roles[name] == "head" or name.startswith(stacks)
 
     fed = {
-        name: replace(storage, method="feedback") if gets_gptq(name, storage) else storage
+        name: replace(storage, method="gptq") if gets_gptq(name, storage) else storage
         for name, storage in storages.items()
     }
     if method == "auto":
@@ -87,14 +87,14 @@ def _is_entangled(model: AbstractModel) -> bool:
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
     """Replace GPTQ by a search."""
     return {
-        name: replace(each, method="search") if each.method == "feedback" else each
+        name: replace(each, method="mse") if each.method == "gptq" else each
         for name, each in storages.items()
     }
 
 
 def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
     """Return the parameters that GPTQ quantizes."""
-    return [name for name, each in storages.items() if each.method == "feedback"]
+    return [name for name, each in storages.items() if each.method == "gptq"]
 
 
 def obstacle(
@@ -116,11 +116,11 @@ def obstacle(
     needed = _memory(model, names, tokens)
     if needed > free:
         has = f"{free / 2**30:.1f} are free"
-        return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
+        return f"GPTQ needs {needed / 2**30:.1f} GiB of memory, {has}"
     seconds = _seconds(model, names, tokens)
     if spec.quantization.method == "auto" and seconds > MAX_SECONDS:
-        which = 'quantization.method = "feedback" asks for it, "search" for none'
-        return f"error feedback would take some {seconds / 60:.0f} minutes, once ({which})"
+        which = 'quantization.method = "gptq" requests it, "mse" avoids it'
+        return f"GPTQ would take some {seconds / 60:.0f} minutes, once ({which})"
     return None
 
 
@@ -128,7 +128,7 @@ def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
     """Estimate the seconds that GPTQ takes on this machine."""
     shapes = parameter_shapes(model)
     fed = sum(prod(shapes[name]) for name in names)
-    return fed * (PER_WEIGHT["feedback"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
+    return fed * (PER_WEIGHT["gptq"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:

@@ -67,7 +67,7 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
         try:
             return native_plan(plan, _entry(plan, progress))
         except NoCacheError as reason:
-            _say(f"{reason}; weights are quantized without error feedback")
+            _say(f"{reason}; weights are quantized without GPTQ")
             plan = replace(plan, storages=without_gptq(plan.storages))
     if not _takes_long(plan):
         return plan
@@ -112,7 +112,7 @@ def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
     with cache.lock(key, _waiting):
         if (found := _opened(cache, key)) is not None:
             return found
-        how = " with error feedback" if gptq else ""
+        how = " with GPTQ" if gptq else ""
         _say(f"weights are quantized{how}, once; they are kept in {cache.folder}")
         leaves = jax.tree.leaves(plan.model.parameters)
         cache.make_room(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), _SPARE)

@@ -67,7 +67,7 @@ def row_slice(
     if rows is None or len(whole) != 2 + origin.stacked or not origin.is_rows(shapes):
         return None
     if origin.place.parts or (
-        storage is not None and (storage.outliers or storage.method == "feedback")
+        storage is not None and (storage.outliers or storage.method == "gptq")
     ):
         return None
     sliced = tuple(file for each in origin.files if (file := _slice(each, rows)) is not None)
@@ -287,7 +287,7 @@ def quantize_in_chunks(
     Raises:
         CheckpointError: the file is broken.
     """
-    if storage.outliers or storage.method == "feedback" or not origin.is_rows(shapes):
+    if storage.outliers or storage.method == "gptq" or not origin.is_rows(shapes):
         return None
     whole = empty_tensor(shapes[origin.parameter], storage.format, storage.columns)
     result = replace(whole, activations=storage.activations)

@@ -35,7 +35,7 @@ from jinfer.modelspec.quantization_table import (
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
-from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_weights
+from jinfer.ops.matmul.dense import f16_as_int_is_faster, reads_16_bit_weights
 from jinfer.quant import (
     OutlierTensor,
     QuantizedTensor,
@@ -117,12 +117,12 @@ class Storage:
         """A parameter with these values, in NumPy's arrays.
 
         Args:
-            inputs: what it is multiplied with, for `method` "feedback" or a weighted "search".
+            inputs: what it is multiplied with, for `method` "gptq" or a weighted "mse".
         """
         known: dict[str, Any] = {"method": self.method, "columns": self.columns}
         if inputs is not None:
             known["importance"] = inputs.importance
-            known["hessian"] = inputs.mean if self.method == "feedback" else None
+            known["hessian"] = inputs.mean if self.method == "gptq" else None
         if self.outliers:
             return self._activated(
                 quantize_with_outliers(values, self.format, self.outliers, **known)
@@ -260,7 +260,7 @@ def choose_storages(
         SpecError: a rule that matches no parameter that can be quantized, or too few bits.
     """
     storages, used, open_names = {}, set[RuleSpec](), list[str]()
-    method: Method = "nearest" if spec.method == "nearest" else "search"
+    method: Method = "rtn" if spec.method == "rtn" else "mse"
     shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":
@@ -410,7 +410,7 @@ def choose(sizes: np.ndarray, losses: np.ndarray, room: float) -> list[int]:
 # that is quantized, and with GPTQ each weight and token that is read: once to write it, twice to
 # learn.
 PER_BYTE, PER_PRODUCT, PASSES = 1e-9, 1.6e-10, 3
-PER_WEIGHT: dict[Method, float] = {"nearest": 1e-8, "search": 6e-8, "feedback": 4e-7}
+PER_WEIGHT: dict[Method, float] = {"rtn": 1e-8, "mse": 6e-8, "gptq": 4e-7}
 
 
 def per_weight(storage: Storage | None) -> float:

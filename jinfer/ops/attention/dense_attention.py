@@ -1,7 +1,7 @@
 """Dense attention: scores and pattern as whole arrays, in plain JAX.
 
-The definition that the kernels are tested against, and what activation taps of scores and pattern
-compute beside a kernel, which has neither in memory.
+Kernels are tested against this definition. Activation taps of scores and pattern compute it too, as
+kernels keep neither in memory.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def dense_pattern(
 
 
 def highest_score(scores: Float[Array, "*rows keys"]) -> Float[Array, "*rows"]:
-    """What a softmax subtracts, which changes nothing of its result, and so has no derivative.
+    """The maximum that a softmax subtracts: it does not change the result, so it has no derivative.
 
-    That of a maximum divides by how many scores are equal to it: by none, where a compiler computes
-    the scores a second time and rounds them otherwise.
+    The derivative of a maximum divides by the number of scores equal to it. That number is 0 if a
+    compiler computes the scores a second time and rounds them differently.
     """
     if needs_derivatives():
         scores = lax.stop_gradient(scores)
@@ -75,7 +75,7 @@ def weighted_values(
     pattern: Float[Array, "batch heads tokens keys"],
     v: Float[Array, "batch kv_heads keys value_dim"],
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """The attention output of a pattern, float32. Values that nobody sees may be NaN."""
+    """The attention output of a pattern, float32. Values that no query sees may be NaN."""
     seen = jnp.any(pattern != 0, axis=(1, 2))[:, None, :, None]
     v = jnp.where(seen, v.astype(jnp.float32), 0.0)
     v = jnp.repeat(v, pattern.shape[1] // v.shape[1], axis=1)

@@ -41,7 +41,7 @@ def attend_gpu(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """`jinfer.ops.attention.paged_attention.attend` by the GPU kernel.
+    """Computes `jinfer.ops.attention.paged_attention.attend` by the GPU kernel.
 
     Args:
         values: None: the keys are the values too.
@@ -50,8 +50,8 @@ def attend_gpu(
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.attention.paged_attention import attend
 
-    given = _kernel_operands(q, keys, values, at, last, rules)
-    return attend(*given, backend=gpu_backend.selected_backend(), interpret=interpreted())
+    operands = _kernel_operands(q, keys, values, at, last, rules)
+    return attend(*operands, backend=gpu_backend.selected_backend(), interpret=interpreted())
 
 
 def attend_partial_gpu(
@@ -62,12 +62,12 @@ def attend_partial_gpu(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> PartialAttention:
-    """Attention over the blocks in this pool; table entries may be -1. Without sinks."""
+    """Computes attention over the blocks in this pool, without sinks; table entries may be -1."""
     from kernels_pallas.attention.paged_attention import attend_partial
 
-    given = _kernel_operands(q, keys, values, at, last, rules)
+    operands = _kernel_operands(q, keys, values, at, last, rules)
     out, highest, total = attend_partial(
-        *given, backend=gpu_backend.selected_backend(), interpret=interpreted()
+        *operands, backend=gpu_backend.selected_backend(), interpret=interpreted()
     )
     return PartialAttention(out, jnp.stack([highest, total], axis=-1))
 

@@ -32,28 +32,28 @@ LARGEST_TRANSFORM = 512  # largest part of a head transformed at once
 def rotate_qk(
     q: Float[Array, "tokens heads head_dim"], k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
-    """Queries and keys to be used with a pool of keys: rotated if the pool is quantized."""
+    """Rotates queries and keys if the pool of keys is quantized."""
     return rotate_queries(q, keys), rotate_keys(k, keys)
 
 
 def rotate_queries(
     q: Float[Array, "tokens heads head_dim"], keys: Any
 ) -> Float[Array, "tokens heads head_dim"]:
-    """The queries of `rotate_qk`."""
+    """Rotates queries as `rotate_qk` does."""
     return hadamard(q, query=True) if isinstance(keys, QuantizedVectors) else q
 
 
 def rotate_keys(
     k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> Float[Array, "tokens kv_heads head_dim"]:
-    """The keys of `rotate_qk`."""
+    """Rotates keys as `rotate_qk` does."""
     return hadamard(k, query=False) if isinstance(keys, QuantizedVectors) else k
 
 
 def hadamard(
     x: Float[Array, "tokens heads size"], *, query: bool
 ) -> Float[Array, "tokens heads size"]:
-    """The transform of each head, in float32.
+    """Transforms each head, in float32.
 
     Args:
         query: whether to scale by the power of two of queries or of keys.
@@ -83,7 +83,7 @@ def hadamard_reference(
 
 
 def transform_sizes(size: int) -> list[int]:
-    """The powers of two a head is split into, largest first."""
+    """Returns the powers of two that a head is split into, largest first."""
     found = []
     while size:
         found.append(min(1 << (size.bit_length() - 1), LARGEST_TRANSFORM))
@@ -92,7 +92,7 @@ def transform_sizes(size: int) -> list[int]:
 
 
 def _factors(size: int, query: bool) -> Float[np.ndarray, "1 1 size"]:
-    """A sign and a power of two for each number of a part."""
+    """Returns each number's factor: a sign times a power of two."""
     odd = np.array([(i & (i >> 1)).bit_count() % 2 for i in range(size)])
     bits = size.bit_length() - 1
     halvings = bits - bits // 2 if query else bits // 2

@@ -1,7 +1,7 @@
 """KV cache: paged pools of key and value blocks, plain or quantized; state in, state out.
 
 A sequence's tokens are stored in blocks of `BLOCK` tokens anywhere in the pool; its block table
-says in which. Several sequences may share blocks.
+lists them. Several sequences may share blocks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,51 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.cpu import build_library
+from jinfer.cpu.isa import own_isa
 from jinfer.modelspec.quant_format import Kind, QuantFormat
-from jinfer.ops.attention.int8_keys import abstract_int8_keys, clear_int8_keys
+from jinfer.ops.backend import backend
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+LONG_TEXT = 1024  # tokens before a text gets int8 keys; as in attention.h
+_ISAS = ("avx512", "avx512bf16", "amx")
+_SPLIT = 512  # SPLIT_KEYS of attention.h
+_LANES = 16
+_DIGEST = slice(8)  # bytes of a block's digest
+
+
+def int8_keys_are_useful(key_dim: int, value_dim: int, window: int | None) -> bool:
+    """Whether int8 keys make attention to a cache of these sizes faster.
+
+    Without values the keys are read as values anyway; a short window has few old keys.
+    """
+    whole = value_dim > 0 and key_dim % _LANES == value_dim % _LANES == 0
+    return whole and (window is None or window >= 4 * _SPLIT)
+
+
+def abstract_int8_keys(
+    blocks: int, heads: int, size: int, key_dim: int, kind: Kind
+) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape and type of int8 keys; None if the machine or the cache's format has none.
+
+    Args:
+        size: tokens of a block.
+        kind: number format of the cache.
+    """
+    if kind not in (jnp.float16, jnp.bfloat16) or backend() != "cpu" or own_isa() not in _ISAS:
+        return None
+    columns = -(-key_dim // 64) * 64 * size
+    ranges = -(-4 * key_dim // 64) * 64
+    return jax.ShapeDtypeStruct((blocks, heads, 64 + columns + ranges), jnp.uint8)
+
+
+def clear_int8_keys(int8_keys: Array, block: Any) -> Array:
+    """Invalidates the int8 keys of blocks that were written to; ids out of range are dropped."""
+    return int8_keys.at[block, :, _DIGEST].set(jnp.uint8(0), mode="drop")
+
 
 BLOCK = 64  # tokens
 
@@ -36,7 +74,7 @@ class LayerCache(NamedTuple):
     contiguously.
 
     Attributes:
-        int8_keys: [blocks, kv_heads, bytes] (`jinfer.ops.attention.int8_keys`); None: none.
+        int8_keys: [blocks, kv_heads, bytes], laid out as in attention_int8_cache.h; None: none.
     """
 
     keys: KVPool
@@ -48,9 +86,10 @@ class IndexedCache(NamedTuple):
     """Keys and values of one attention with an indexer (sparse attention).
 
     Attributes:
-        index_keys: the indexer's keys, [blocks, 1, BLOCK, dim]; None: another layer chooses.
-        chosen: within a step alone, the positions of the keys chosen for each token, in rising
-            order, [tokens, top_k]; without columns where all are seen.
+        index_keys: the indexer's keys, [blocks, 1, BLOCK, dim]; None: another layer chooses the
+            keys.
+        chosen: positions of the keys chosen for each token, in rising order, [tokens, top_k]; only
+            set within a step; 0 columns: all keys are seen.
     """
 
     vectors: LayerCache
@@ -58,7 +97,7 @@ class IndexedCache(NamedTuple):
     chosen: Array | None = None
 
 
-# What a block computes of all tokens so far: arrays [blocks, ...], float32, by name.
+# State of a recurrent block after all tokens so far: arrays [blocks, ...], float32, by name.
 type StateCache = dict[str, Array]
 
 Cache = dict[str, Any]  # module name -> LayerCache | IndexedCache | StateCache
@@ -82,7 +121,7 @@ class AttentionMetadata(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What one attention caches per token.
+    """Sizes of an attention's cache.
 
     Attributes:
         heads: key and value heads.
@@ -91,7 +130,7 @@ class CacheShape(NamedTuple):
             those that look at an encoder's output (cross-attention).
         window: sliding window of the group in tokens, the query's own included; None: unlimited.
         index_dim: of an indexer's key; 0: none.
-        int8_keys: whether there are int8 keys where machine and format have them.
+        int8_keys: whether to keep int8 keys, if machine and format support them.
     """
 
     heads: int
@@ -108,7 +147,7 @@ class CacheShape(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What one recurrent block keeps per sequence.
+    """Sizes of a recurrent block's state, per sequence.
 
     Attributes:
         arrays: (name, shape) of each array; float32.
@@ -126,7 +165,7 @@ class StateShape(NamedTuple):
 type CacheShapes = Mapping[str, CacheShape | StateShape]  # by module name
 
 ENCODER = "encoder"  # the group of cross-attention
-# among block tables: the slot and the scale of each sequence's adapter, which is no block
+# key among block tables for the slot and scale of each sequence's adapter, which is no block
 ADAPTER = "adapter"
 STATE = "state"  # the group of recurrent blocks, whose table has one block a sequence
 
@@ -156,7 +195,7 @@ def write_vectors(
     vectors: Sequence[Float[Array, "tokens heads dim"]],
     at: AttentionMetadata,
 ) -> tuple[KVPool, ...]:
-    """Writes new tokens' vectors to pools of as many blocks, as `write_cache` does."""
+    """Writes new tokens' vectors to pools of equal block counts, as `write_cache` does."""
     blocks, _, size, _ = pools[0].shape
     block, offset = _slots(at, blocks, size)
 
@@ -169,7 +208,7 @@ def write_vectors(
 
 
 def _slots(at: AttentionMetadata, blocks: int, size: int) -> tuple[Array, Array]:
-    """The block of each token, `blocks` if it has none here, and its place in the block."""
+    """Returns each token's block (`blocks`: it has none here) and its offset in the block."""
     index = at.positions // size
     here = (at.rows >= 0) & (at.positions >= 0)
     block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
@@ -178,7 +217,7 @@ def _slots(at: AttentionMetadata, blocks: int, size: int) -> tuple[Array, Array]
 
 
 def _as_stored(new: Array, old: KVPool) -> KVPool:
-    """New vectors in the cache's format."""
+    """Converts new vectors to the cache's format."""
     if isinstance(old, QuantizedVectors):
         return quantize_vectors(new, old.format)
     if old.dtype == jnp.float16 and new.dtype != jnp.float16:
@@ -188,10 +227,10 @@ def _as_stored(new: Array, old: KVPool) -> KVPool:
 
 
 def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
-    """The shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
+    """Returns the shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
 
     Args:
-        shapes: attention name -> what it caches.
+        shapes: attention name -> sizes of its cache.
         blocks: of each pool: one number for all, or attention name -> number.
         kind: a number type or a quantization format.
     """
@@ -228,12 +267,12 @@ def zero_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind)
 def uninitialized_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """Like `zero_cache`, but on a CPU memory is only committed as it is written, if possible.
 
-    Contents are undefined. To be called inside a traced program.
+    Contents are undefined. Call it inside a traced program.
     """
     if jax.default_backend() != "cpu" or not build_library.available():
         return zero_cache(shapes, blocks, kind)
     arrays, tree = jax.tree.flatten(abstract_cache(shapes, blocks, kind))
-    # Numbered, as XLA merges equal calls and copies the result, which would write all of it.
+    # Numbered: XLA merges equal calls and copies the result, which would write all of it.
     empty = [
         build_library.custom_call("jinfer_empty", like)(which=np.int32(number))
         for number, like in enumerate(arrays)

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 # Score bias [batch, heads, tokens, keys] as a function of query position minus key position.
-type Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
+type BiasFunction = Callable[
+    [Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]
+]
 
 
 class ScoreRules(NamedTuple):
-    """Which keys a query sees, and how its scores are modified (mask_mod and score_mod).
+    """Mask of the keys that a query sees, and score modifiers (mask_mod and score_mod).
 
     A distance is the query's position minus the key's.
 
@@ -37,7 +39,7 @@ class ScoreRules(NamedTuple):
 
     scale: float
     softcap: float | None = None
-    bias: Bias | None = None
+    bias: BiasFunction | None = None
     window: int | None = None
     ahead: int | None = None
     sinks: Float[Array, " heads"] | None = None

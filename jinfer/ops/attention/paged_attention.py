@@ -2,31 +2,33 @@
 
 `extend` writes new tokens' keys and values to the cache and lets each token attend to its
 predecessors; `attend` only reads; `attend_text` needs no cache. A custom call (CPU) or a kernel
-(GPU) computes them where available, otherwise XLA. `attend_reference` and `attend_text_reference`
-are the definitions that all are tested against.
+(GPU) computes them where available, otherwise XLA. All are tested against the definitions
+`attend_reference` and `attend_text_reference`.
 
-With the custom call a token's result is batch-invariant: it depends on its query, its sequence's
-keys and values and its position alone, to the last bit; not on the batch, prompt chunking, block
+With the custom call a token's result is batch-invariant: to the last bit it depends only on its
+query, its sequence's keys and values and its position, not on the batch, prompt chunking, block
 placement or the number of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jinfer.cpu import attention_call as custom
 from jinfer.modelspec.quant_format import FLOAT_DTYPES
+from jinfer.ops import gpu_backend
 from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
 from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.partial_merge import PartialAttention
-from jinfer.ops.attention.write_kv import has_write_kernel, write_kv
 from jinfer.ops.attention.xla import (
     attend_partial_xla,
     attend_text_xla,
@@ -39,6 +41,42 @@ from jinfer.quant.kv_vectors import QuantizedVectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+WRITE_KV = Primitive("enter_cache")
+WRITE_KV.multiple_results = True
+
+
+def has_write_kernel(cache: LayerCache) -> bool:
+    """Whether a kernel supports this cache here."""
+    plain = isinstance(cache.keys, Array) and isinstance(cache.values, Array)
+    return plain and gpu_backend.fuses_prologue()
+
+
+def write_kv(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"],
+    cache: LayerCache,
+    at: AttentionMetadata,
+) -> tuple[Float[Array, "tokens heads head_dim"], LayerCache]:
+    """Writes to the cache as `write_cache` does; on a GPU in one kernel with the rotation of q."""
+    q, keys, values = WRITE_KV.bind(q, k, v, cache.keys, cache.values, *at)
+    return q, LayerCache(keys, values)
+
+
+def _written(q: Array, k: Array, v: Array, *rest: Array) -> list[Any]:
+    cache = write_cache(LayerCache(*rest[:2]), k, v, AttentionMetadata(*rest[2:]))
+    return [q, cache.keys, cache.values]
+
+
+@WRITE_KV.def_abstract_eval
+def _shapes(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+    del k, v
+    return [q, *rest[:2]]
+
+
+WRITE_KV.def_impl(jax.jit(_written))
+mlir.register_lowering(WRITE_KV, mlir.lower_fun(_written, multiple_results=True))
 
 
 def extend(
@@ -89,12 +127,12 @@ def extend_partial(
     at: AttentionMetadata,
     rules: ScoreRules,
 ) -> tuple[PartialAttention, LayerCache]:
-    """`extend` where the cache holds only some of a sequence's blocks and another pool the others.
+    """Computes `extend` for a cache with some of a sequence's blocks; another pool has the rest.
 
-    Table entries are -1 for the others, which are neither written nor seen.
+    Table entries of blocks in the other pool are -1: they are neither written nor read.
 
     Args:
-        rules: without sinks, which apply to the whole.
+        rules: without sinks, which apply to the merged result.
     """
     assert rules.sinks is None, "sinks take part once, where parts are joined"
     values = None if v is None else cache.values
@@ -116,7 +154,7 @@ def extend_partial(
 
 
 def _chunk_ends(at: AttentionMetadata, rules: ScoreRules) -> AttentionMetadata:
-    """Positions whose windows begin where the tokens' chunks do; unchanged without chunks."""
+    """Returns positions whose windows begin at the tokens' chunks; unchanged without chunks."""
     if not rules.chunked:
         return at
     assert rules.window is not None, "the size of a chunk"
@@ -124,7 +162,7 @@ def _chunk_ends(at: AttentionMetadata, rules: ScoreRules) -> AttentionMetadata:
 
 
 def _updated_cache(cache: LayerCache, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
-    """The cache after the custom call."""
+    """Returns the cache after the custom call."""
     keys, values, int8_keys = kept
     return LayerCache(
         _with_parts(cache.keys, keys),
@@ -139,7 +177,7 @@ def attend_cached(
     at: AttentionMetadata,
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """`extend` where the cache has the new tokens already (KV sharing)."""
+    """Computes `extend` for a cache that has the new tokens already (KV sharing)."""
     seen = _chunk_ends(at, rules)
     return attend(q, cache.keys, cache.values, seen, at.positions, rules, cache.int8_keys)
 
@@ -153,14 +191,14 @@ def attend(
     rules: ScoreRules,
     int8_keys: Array | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over cached keys and values. A query that sees no key gets zeros.
+    """Computes attention over cached keys and values. A query that sees no key gets zeros.
 
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
         keys, values: [blocks, kv_heads, size, head_dim]; entry j of a block table is the block of
             positions j * size .. (j + 1) * size - 1. Without values the keys are the values too.
         at: positions and block tables of the queries.
-        last: the last position each query sees: its own if attention is causal.
+        last: the last position each query sees; its own position if attention is causal.
         int8_keys: of `LayerCache`.
     """
     route = _route(q, keys, values, rules)
@@ -178,7 +216,7 @@ def attend_text(
     lengths: Int[Array, " batch"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """Bidirectional attention of whole texts.
+    """Computes bidirectional attention of whole texts.
 
     Args:
         lengths: tokens of each text; the tokens after are padding, masked and with zero output.
@@ -198,7 +236,7 @@ def attend_text(
 def _attend_text_in_blocks(
     q: Array, k: Array, v: Array, lengths: Array, rules: ScoreRules
 ) -> Array:
-    """Texts as sequences of a paged pool, for the GPU kernel."""
+    """Computes `attend_text` by the GPU kernel, with texts as sequences of a paged pool."""
     batch, tokens, heads, _ = q.shape
     blocks = -(-tokens // BLOCK)
 
@@ -214,7 +252,7 @@ def _attend_text_in_blocks(
 
 
 def _text_metadata(lengths: Array, tokens: int, tables: Array) -> tuple[AttentionMetadata, Array]:
-    """Attention metadata of whole texts, and the last position each token sees."""
+    """Returns attention metadata of whole texts, and the last position each token sees."""
     batch = lengths.shape[0]
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     text = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -235,8 +273,8 @@ def attend_reference(
 
     def whole(part: KVPool) -> Array:
         pool = dequantize_for(part, q)
-        taken = pool.at[at.tables[jnp.maximum(at.rows, 0)]].get(mode="clip").swapaxes(1, 2)
-        return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
+        gathered = pool.at[at.tables[jnp.maximum(at.rows, 0)]].get(mode="clip").swapaxes(1, 2)
+        return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[4])
 
     last = jnp.where(at.rows >= 0, last, -1)[:, None]
     return _dense_attention(
@@ -278,10 +316,10 @@ def _dense_attention(
 def _route(
     q: Array, keys: KVPool, values: KVPool | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
-    """Which implementation computes attention: custom call, GPU kernel or XLA.
+    """Chooses the implementation of attention: custom call, GPU kernel or XLA.
 
-    The kernel takes any number of tokens: a tile of queries reads what its last one sees, and no
-    scores are written to memory.
+    The kernel takes any number of tokens: a tile of queries reads the keys that its last query
+    sees, and writes no scores to memory.
     """
     here = backend()
     if rules.bias is not None:
@@ -307,7 +345,7 @@ def _custom_call(
     *,
     partial: bool = False,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
-    """The custom call's results, and the arrays of keys, of values and of int8 keys."""
+    """Returns the custom call's results, and the arrays of keys, values and int8 keys."""
     coding = None
     if isinstance(keys, QuantizedVectors):
         format = keys.format
@@ -323,14 +361,14 @@ def _custom_call(
         rules.lowest,
     )
     parts = _parts(keys), None if values is None else _parts(values)
-    places = (*at[:2], last, at.tables)
-    return custom.attention(q, *places, *parts, coding, scores, new, int8_keys, partial=partial)
+    ranges = (*at[:2], last, at.tables)
+    return custom.attention(q, *ranges, *parts, coding, scores, new, int8_keys, partial=partial)
 
 
-def _parts(rows: KVPool) -> custom.CachedVectors:
+def _parts(rows: KVPool) -> custom.CacheOperands:
     if isinstance(rows, QuantizedVectors):
-        return custom.CachedVectors((rows.words, rows.scales), rows.width)
-    return custom.CachedVectors((rows,), rows.shape[3])
+        return custom.CacheOperands((rows.words, rows.scales), rows.width)
+    return custom.CacheOperands((rows,), rows.shape[3])
 
 
 def _with_parts(rows: KVPool, parts: tuple[Array, ...]) -> KVPool:

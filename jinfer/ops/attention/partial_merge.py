@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys, float32.
+    """Attention over a subset of the keys, float32.
 
     Attributes:
         out: weighted sum of values, not normalized.
@@ -29,17 +29,17 @@ class PartialAttention(NamedTuple):
 def merge_partials(
     parts: Sequence[PartialAttention], sinks: Float[Array, " heads"] | None, dtype: DTypeLike
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over the keys of all parts; zero for queries that saw no key.
+    """Merges attention over disjoint keys; zero for queries that saw no key.
 
     Args:
         sinks: a score per head that takes part in the softmax and has no value.
     """
     outs = jnp.stack([part.out for part in parts])
     highest, totals = (jnp.stack([part.sums[..., i] for part in parts]) for i in (0, 1))
-    most = jnp.max(highest, axis=0)
+    maximum = jnp.max(highest, axis=0)
     if sinks is not None:
-        most = jnp.maximum(most, sinks.astype(jnp.float32)[None])
-    base = jnp.where(jnp.isfinite(most), most, 0.0)
+        maximum = jnp.maximum(maximum, sinks.astype(jnp.float32)[None])
+    base = jnp.where(jnp.isfinite(maximum), maximum, 0.0)
     scales = jnp.exp(highest - base[None])
     total = jnp.sum(totals * scales, axis=0)
     if sinks is not None:

@@ -3,12 +3,12 @@
 A key's index score is the sum over the indexer's heads of weight * relu(query . key), in float32
 (arXiv 2512.02556). A query sees the `top_k` keys with the highest scores of its own position and
 those before; of equal scores the earlier position comes first. They are gathered in the order of
-their positions, and attention over them is that of `paged_attention.attend`: where no more than
-`top_k` keys are there, the result is that of attention to all, to the last bit.
+their positions, and `paged_attention.attend` computes attention to them: with at most `top_k` keys
+the result equals attention to all keys, to the last bit.
 
-A positive factor of the scores changes no choice, so there is none. Nor does the Hadamard transform
-of DeepSeek's own code, which prepares queries and keys for FP8: it is done where the cache is
-quantized (`jinfer.ops.attention.hadamard`), and nothing is rounded otherwise.
+Scores have no positive factor, which would not change the choice. DeepSeek's own code rotates
+queries and keys by a Hadamard transform, to round them to FP8; here they are rotated only if the
+cache is quantized (`jinfer.ops.attention.hadamard`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BLOCKS_PER_STEP = 4  # blocks of keys that are scored at a time
 
 
 class IndexQuery(NamedTuple):
-    """What an indexer computes of new tokens.
+    """An indexer's results for new tokens.
 
     Attributes:
         queries: of each head.
@@ -56,8 +56,8 @@ class IndexQuery(NamedTuple):
     weights: Float[Array, "tokens index_heads"]
     top_k: int
 
-    def taken(self, tokens: Int[Array, " places"]) -> IndexQuery:
-        """That of some of the tokens."""
+    def select_rows(self, tokens: Int[Array, " places"]) -> IndexQuery:
+        """Selects some of the tokens."""
         queries, keys, weights, top_k = self
         return IndexQuery(queries[tokens], keys[tokens], weights[tokens], top_k)
 
@@ -71,10 +71,10 @@ def extend_sparse(
     at: AttentionMetadata,
     rules: ScoreRules,
 ) -> tuple[Float[Array, "tokens heads value_dim"], IndexedCache]:
-    """`paged_attention.extend`, each token attending to the keys that are chosen for it.
+    """Computes `paged_attention.extend` with attention to the keys chosen for each token.
 
     Args:
-        index: what chooses them; None: they are those of `cache.chosen`.
+        index: the scores' operands; None: `cache.chosen` has the keys.
         rules: scores that do not depend on distances.
 
     Returns:
@@ -107,7 +107,7 @@ def extend_sparse(
 
 
 def _chosen_width(index: IndexQuery | None, cache: IndexedCache, at: AttentionMetadata) -> int:
-    """How many keys are chosen for a token; 0: no sequence is longer, there is no choice."""
+    """Returns the number of keys chosen for a token; 0: all, as no sequence is longer."""
     if index is not None:
         return 0 if at.tables.shape[1] * BLOCK <= index.top_k else index.top_k
     assert cache.chosen is not None, "an attention without an indexer uses the keys of another"
@@ -123,7 +123,7 @@ def _attend_in_tiles(
     *,
     latent: bool,
 ) -> tuple[Array, Array]:
-    """Attention of a few tokens after the other, whose chosen keys are gathered together.
+    """Computes attention tile by tile; the chosen keys of a tile's tokens are gathered at once.
 
     Returns:
         The output, and the chosen keys.
@@ -136,7 +136,7 @@ def _attend_in_tiles(
         rest = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, rest, constant_values=fill).reshape(count, size, *x.shape[1:])
 
-    def one(tile: tuple[Array, ...]) -> tuple[Array, Array]:
+    def attend_tile(tile: tuple[Array, ...]) -> tuple[Array, Array]:
         q, rows, positions, *choice = tile
         own = AttentionMetadata(rows, positions, at.tables)
         chosen = choice[0]
@@ -147,8 +147,8 @@ def _attend_in_tiles(
 
     choice = (index.queries, index.weights) if index is not None else (cache.chosen,)
     parts = (tiles(part) for part in (at.positions, *choice) if part is not None)
-    given = tiles(q), tiles(at.rows, -1), *parts
-    found = lax.map(one, given)
+    operands = tiles(q), tiles(at.rows, -1), *parts
+    found = lax.map(attend_tile, operands)
     out, chosen = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in found)
     return out, chosen
 
@@ -160,14 +160,14 @@ def choose_keys(
     keys: KVPool,
     at: AttentionMetadata,
 ) -> Int[Array, "tokens top_k"]:
-    """The positions of the chosen keys, in rising order; there are at most top_k.
+    """Returns the positions of the chosen keys, at most top_k, in rising order.
 
-    Where a token sees fewer, its own come first, and others, which it must not see, follow.
+    If a token sees fewer, positions that it must not see follow.
 
     Args:
         keys: the pool of index keys.
     """
-    if needs_derivatives():  # a choice has none
+    if needs_derivatives():  # a choice has no derivative
         queries, weights, keys = lax.stop_gradient((queries, weights, keys))
     width = _BLOCKS_PER_STEP * BLOCK
     steps = -(-at.tables.shape[1] // _BLOCKS_PER_STEP)
@@ -193,12 +193,12 @@ def _index_scores(
     weights: Float[Array, "tokens index_heads"],
     blocks: Float[Array, "tokens blocks size dim"],
 ) -> Float[Array, "tokens keys"]:
-    """The scores of each token's own keys; batch-invariant."""
+    """Computes the scores of the keys of each token's sequence; batch-invariant."""
     keys = blocks.reshape(blocks.shape[0], -1, blocks.shape[3])
     products = matmul_per_head(queries.swapaxes(0, 1), keys, slice(None))
     positive = jnp.maximum(products, 0.0).swapaxes(0, 1)
     scores = matmul_per_head(weights[None], positive, slice(None), transposed=True)[0]
-    # The order of numbers has -0 before 0 and NaN at either end: they are no less than any.
+    # A sort puts -0 before 0 and NaN at either end; here -0 equals 0 and NaN is the largest.
     scores = jnp.where(scores == 0, 0.0, scores)
     return jnp.where(jnp.isnan(scores), jnp.inf, scores)
 
@@ -212,7 +212,7 @@ def _attend_chosen(
     *,
     latent: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention to the keys at these positions, as if they were all of each token's sequence."""
+    """Computes attention to the keys at these positions alone."""
     tokens, top_k = chosen.shape
     blocks = -(-top_k // BLOCK)
     chosen = jnp.pad(chosen, ((0, 0), (0, blocks * BLOCK - top_k)))

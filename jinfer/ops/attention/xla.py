@@ -29,7 +29,7 @@ FEW_TOKENS = 64  # up to this many tokens, each reads its own sequence's blocks
 
 
 class PartialSoftmax(NamedTuple):
-    """Attention over some of the keys; merged exactly by `merge_softmax`.
+    """Attention over a subset of the keys; `merge_softmax` merges such parts exactly.
 
     Attributes:
         out: weighted sum of values, not yet divided by `total`.
@@ -43,7 +43,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def merge_softmax(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
-    """Attention over the keys of both."""
+    """Merges attention over two disjoint subsets of keys."""
     highest = jnp.maximum(a.highest, b.highest)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
     scale_a, scale_b = jnp.exp(a.highest - finite), jnp.exp(b.highest - finite)
@@ -98,7 +98,7 @@ def attend_partial_xla(
 def _attend_blocks(
     q: Array, keys: KVPool, values: KVPool, at: AttentionMetadata, last: Array, rules: ScoreRules
 ) -> tuple[PartialSoftmax, Array]:
-    """Attention over all blocks, and the reshaped queries it belongs to."""
+    """Computes attention over all blocks; also returns the reshaped queries."""
     # Padding sees nothing, and positions end where the table ends.
     last = jnp.minimum(last, at.tables.shape[1] * keys.shape[2] - 1)
     at = at._replace(rows=jnp.where(at.rows < at.tables.shape[0], at.rows, -1))
@@ -143,9 +143,9 @@ def attend_text_xla(
 def _all_keys_at_once(
     q: Array, keys: KVPool, values: KVPool, at: AttentionMetadata, last: Array, rules: ScoreRules
 ) -> tuple[PartialSoftmax, Array]:
-    """Without a loop, whose number of steps the positions decide: it can be differentiated.
+    """Computes attention without a loop of data-dependent length, so that it is differentiable.
 
-    The tokens of a single sequence share its keys; those of several have a copy each.
+    Tokens of a single sequence share its keys; with several sequences each token has a copy.
     """
     single = at.tables.shape[0] == 1
     tables = at.tables if single else at.tables[jnp.maximum(at.rows, 0)]
@@ -154,8 +154,8 @@ def _all_keys_at_once(
     )
 
     def whole(part: KVPool) -> Float[Array, "batch kv_heads keys dim"]:
-        taken = dequantize_for(_gather_blocks(part, tables), q).swapaxes(1, 2)
-        return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
+        gathered = dequantize_for(_gather_blocks(part, tables), q).swapaxes(1, 2)
+        return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[4])
 
     k, v = whole(keys), whole(values)
     here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
@@ -168,7 +168,7 @@ def _all_keys_at_once(
 def _token_by_token(
     q: Array, keys: KVPool, values: KVPool, at: AttentionMetadata, last: Array, rules: ScoreRules
 ) -> tuple[PartialSoftmax, Array]:
-    """For few tokens: each token reads the blocks of its own sequence, all tokens in parallel."""
+    """Computes attention of few tokens in parallel: each reads the blocks of its own sequence."""
     size, alone = keys.shape[2], q[:, None]
     positions, last = at.positions[:, None], last[:, None]
     tables = at.tables[jnp.maximum(at.rows, 0)]
@@ -188,7 +188,7 @@ def _token_by_token(
 def _sequence_by_sequence(
     q: Array, keys: KVPool, values: KVPool, at: AttentionMetadata, last: Array, rules: ScoreRules
 ) -> tuple[PartialSoftmax, Array]:
-    """For many tokens: a loop over sequences, whose blocks all tokens read through a mask."""
+    """Computes attention of many tokens: a loop over sequences; all tokens read their blocks."""
     size, whole = keys.shape[2], q[None]
     wide = max(1, KEYS_PER_STEP // size)
     positions, last = at.positions[None], last[None]
@@ -216,17 +216,17 @@ def _sequence_by_sequence(
 def _bounds(
     positions: Array, last: Array, mine: Array, step: int, rules: ScoreRules
 ) -> tuple[Array, Array]:
-    """The range of steps that contain any key these tokens see."""
-    most = jnp.iinfo(jnp.int32).max
+    """Returns the range of steps that contain any key these tokens see."""
+    int_max = jnp.iinfo(jnp.int32).max
     count = jnp.max(jnp.where(mine, last, -1)) // step + 1
     if rules.window is None:
         return jnp.int32(0), count
-    first = jnp.min(jnp.where(mine, positions, most)) - (rules.window - 1)
+    first = jnp.min(jnp.where(mine, positions, int_max)) - (rules.window - 1)
     return jnp.maximum(first, 0) // step, count
 
 
 def _gather_blocks(part: KVPool, ids: Array) -> KVPool:
-    """Blocks of a pool; an invalid id, which is masked, gives any block."""
+    """Gathers blocks of a pool; an invalid id, which is masked, gives any block."""
     return jax.tree.map(lambda array: array.at[ids].get(mode="clip"), part)
 
 
@@ -236,7 +236,7 @@ def _side_by_side(blocks: Float[Array, "blocks kv_heads size dim"]) -> Array:
 
 
 def dequantize_for(part: KVPool, q: Array) -> Array:
-    """Keys or values dequantized, in a type that can be multiplied with q."""
+    """Dequantizes keys or values to a type that can be multiplied with q."""
     if isinstance(part, QuantizedVectors):
         return part.dequantize(q.dtype)
     return part if part.dtype == q.dtype else part.astype(jnp.float32)
@@ -252,7 +252,7 @@ def _partial(
     shown: Bool[Array, "#batch #tokens #keys"] | Bool[Array, ""],
     rules: ScoreRules,
 ) -> PartialSoftmax:
-    """Attention over some keys at positions `here`, masked by `shown`."""
+    """Computes attention over the keys at positions `here`, masked by `shown`."""
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[1]
     batched = ((0, 1), (0, 1))

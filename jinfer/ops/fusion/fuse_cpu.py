@@ -1,15 +1,14 @@
 """Operator fusion on CPUs: layers' operations become one custom call; for GPUs see `fuse_gpu`.
 
-A layer consists of norms, matmuls, sums and rotations of the same rows, and attention. As separate
-calls each has a fixed cost, and threads are woken anew for every matmul. So a traced function
-(jaxpr) is rewritten: operations with nothing else between them become one call
-(`cpu.fused_layers`), whatever their wiring, across layers where possible. Results stay the same to
-the bit.
+A layer consists of norms, matmuls, sums and rotations of the same rows, and attention. Separate
+calls have a fixed cost each, and every matmul wakes threads. So a traced function (jaxpr) is
+rewritten: adjacent fusible operations of any wiring become one call (`cpu.fused_layers`), across
+layers if possible. Results stay the same to the bit.
 
 The steps: flatten the jaxpr (`jaxpr_walk`), deduplicate shape changes, eliminate dead code, assign
 each operation a level, group fusible operations (`fuse_cpu_rules`) of one level and row count, and
-emit a `Program` per group. What remains is computed in loops of XLA, which may contract a product
-and a sum into a fused multiply-add or not, depending on the number of rows: see `rounded`.
+emit a `Program` per group. XLA computes the remaining operations in loops that may contract a
+product and a sum into a fused multiply-add, depending on the number of rows: see `rounded`.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ from jinfer.ops.fusion.jaxpr_walk import (
     value,
 )
 from jinfer.ops.fusion.weight_pointers import WeightPointers
-from jinfer.ops.row_sums import rounded
+from jinfer.ops.reductions import rounded
 from jinfer.quant.calibration_stats import is_recording
 
-# Primitives of which XLA's loops contract something, and the activations that they are without XLA.
+# Primitives whose XLA loops contain contractions, and the activations that compute the same.
 _PRODUCTS = frozenset({"mul", "div", "integer_pow", "square", "sqrt"})
 _FUNCTIONS = {name: name for name in ("exp", "expm1", "log1p", "tanh")} | {"logistic": "sigmoid"}
 _LEAST_OPERATIONS = 2  # operations that make a fused call worthwhile
 
 
 def fuse_operations[**P, R](
-    function: Callable[P, R], told: WeightPointers | None = None
+    function: Callable[P, R], weight_pointers: WeightPointers | None = None
 ) -> Callable[P, R]:
-    """The same function with its operations fused, where the CPU has custom calls.
+    """Returns the same function with fused operations, where the CPU has custom calls.
 
     On a GPU they are fused into the prologue kernels of matmuls (`fuse_for_gpu`).
 
-    The function stays as it is while calibration statistics are recorded, which mutates arrays on
-    the way, and under `jax.disable_jit`, which is for debugging.
+    The function is unchanged while calibration statistics are recorded, which mutates arrays, and
+    under `jax.disable_jit`, which is for debugging.
 
     Args:
-        told: pointers of the weights that are the first of the given arrays: the calls read them by
+        weight_pointers: of the weights, which are the first arguments; fused calls read them by
             pointer instead of taking them as operands.
     """
 
@@ -66,7 +65,7 @@ def fuse_operations[**P, R](
             return fuse_for_gpu(function)(*args, **kwargs)
         if not fuses_for_cpu(args, kwargs):
             return function(*args, **kwargs)
-        return FusedFunction(partial(function, **kwargs), args, told).results()
+        return FusedFunction(partial(function, **kwargs), args, weight_pointers).results()
 
     return run
 
@@ -88,7 +87,10 @@ class FusedFunction[R]:
     """
 
     def __init__(
-        self, function: Callable[..., R], args: Sequence[Any], told: WeightPointers | None = None
+        self,
+        function: Callable[..., R],
+        args: Sequence[Any],
+        weight_pointers: WeightPointers | None = None,
     ) -> None:
         """Arguments as for `fuse_operations`."""
         flat, tree = jax.tree.flatten(tuple(args))
@@ -100,7 +102,9 @@ class FusedFunction[R]:
         inputs = [JaxprValue(var.aval) for var in traced.jaxpr.invars]
         found, self._outs = flatten_jaxpr(traced, inputs, self._known)
         self._known |= dict(zip(inputs, flat, strict=True))
-        table, rows = (None, {}) if told is None else (told.table, told.of(flat))
+        table, rows = None, dict[int, int]()
+        if weight_pointers is not None:
+            table, rows = weight_pointers.table, weight_pointers.of(flat)
         self._program = partial(cpu.Program, table=table, table_rows=rows)
         found, self._outs = _deduplicate_reshapes(found, self._outs)
         found = _eliminate_dead_code(found, self._outs)
@@ -108,16 +112,16 @@ class FusedFunction[R]:
         self.count = sum(map(self._is_worth_it, self._plan.groups.values()))
 
     def results(self) -> R:
-        """The function's results."""
+        """Computes the function's results."""
         plan, known = self._plan, self._known
         for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
             groups = [group for row, group in plan.groups.items() if row.level == level]
             for group in groups:
                 if self._is_worth_it(group):
                     known |= self._run(group)
-            alone = [one for group in groups if not self._is_worth_it(group) for one in group]
+            alone = [atom for group in groups if not self._is_worth_it(group) for atom in group]
             for operation in (*alone, *plan.others.get(level, ())):
-                operands = [value(one, known) for one in operation.operands]
+                operands = [value(atom, known) for atom in operation.operands]
                 results = _evaluated(operation, operands)
                 known |= dict(zip(operation.results, results, strict=True))
         out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
@@ -129,38 +133,38 @@ class FusedFunction[R]:
         return computing >= _LEAST_OPERATIONS and any(row.product for row in rows)
 
     def _run(self, group: Sequence[JaxprOperation]) -> dict[JaxprValue, Any]:
-        """The results of a group that others need, computed in one call."""
+        """Computes a group in one call; returns its results that other operations need."""
         rows, known, inside = self._plan.rows, self._known, set(group)
         own = dict.fromkeys(result for operation in group for result in operation.results)
-        given = dict.fromkeys(
-            one for operation in group for one in rows[operation].operands if one not in own
+        operands = dict.fromkeys(
+            atom for operation in group for atom in rows[operation].operands if atom not in own
         )
         count = rows[group[0]].rows
-        program = self._program([known[one].reshape(count, -1) for one in given])
-        values: dict[JaxprValue, int] = {one: number for number, one in enumerate(given)}
+        program = self._program([known[atom].reshape(count, -1) for atom in operands])
+        values: dict[JaxprValue, int] = {atom: number for number, atom in enumerate(operands)}
         for operation in group:
             row = rows[operation]
-            out = row.add(program, [values[one] for one in row.operands], known)
+            out = row.add(program, [values[atom] for atom in row.operands], known)
             values |= dict(zip(operation.results, out, strict=True))
-        wanted = [result for result in own if self._users[result] - inside]
-        numbers = list(dict.fromkeys(values[result] for result in wanted))
+        outputs = [result for result in own if self._users[result] - inside]
+        numbers = list(dict.fromkeys(values[result] for result in outputs))
         arrays = dict(zip(numbers, program.run(numbers), strict=True))
-        return {one: arrays[values[one]].reshape(one.aval.shape) for one in wanted}
+        return {atom: arrays[values[atom]].reshape(atom.aval.shape) for atom in outputs}
 
 
 def _evaluated(operation: JaxprOperation, operands: Sequence[Any]) -> list[Any]:
-    """The results of an operation in XLA, whose bits do not depend on the number of rows."""
+    """Computes an operation in XLA with bits that do not depend on the number of rows."""
     aval = operation.results[0].aval
     if operation.name in _FUNCTIONS and aval.dtype == jnp.float32 and aval.size and aval.shape:
         return [activate(_FUNCTIONS[operation.name], operands[0])]
     results = evaluate(operation.eqn, operands)
     if operation.name in _PRODUCTS and jnp.issubdtype(aval.dtype, jnp.floating):
-        return [rounded(one) for one in results]
+        return [rounded(atom) for atom in results]
     return results
 
 
 class _GroupKey(NamedTuple):
-    """What the operations of a group share: level and number of rows."""
+    """Key of a group: the level and number of rows that its operations share."""
 
     level: int
     rows: int
@@ -184,9 +188,9 @@ def _deduplicate_reshapes(
     """Common subexpression elimination of shape changes, such as those of token positions."""
     kept, same, known = list[JaxprOperation](), dict[Any, Operand](), dict[Any, JaxprOperation]()
     for operation in found:
-        operation.operands = tuple(same.get(id(one), one) for one in operation.operands)
+        operation.operands = tuple(same.get(id(atom), atom) for atom in operation.operands)
         if operation.name in MOVES:
-            # A literal is the same in each only where it is one object.
+            # Equal literals are only recognized if they are the same object.
             key = str(operation.eqn.params), *map(id, operation.operands)
             before = known.setdefault(key, operation)
             if before is not operation:
@@ -200,12 +204,12 @@ def _eliminate_dead_code(
     found: Sequence[JaxprOperation], outs: Sequence[Operand]
 ) -> list[JaxprOperation]:
     """Dead code elimination: XLA would drop unused operations, but nothing inside a fused call."""
-    wanted = {out for out in outs if isinstance(out, JaxprValue)}
+    needed = {out for out in outs if isinstance(out, JaxprValue)}
     kept = []
     for operation in reversed(found):
-        if operation.eqn.effects or not wanted.isdisjoint(operation.results):
+        if operation.eqn.effects or not needed.isdisjoint(operation.results):
             kept.append(operation)
-            wanted |= {one for one in operation.operands if isinstance(one, JaxprValue)}
+            needed |= {atom for atom in operation.operands if isinstance(atom, JaxprValue)}
     return kept[::-1]
 
 
@@ -216,14 +220,14 @@ def _plan_groups(found: Sequence[JaxprOperation]) -> _FusionPlan:
     for operation in found:
         row = fusible_operation(operation, makers, plan.rows)
         level = 0
-        for one in operation.operands:
-            if (maker := producer_of(one, makers)) is None:
+        for atom in operation.operands:
+            if (maker := producer_of(atom, makers)) is None:
                 continue
             before = plan.rows.get(maker)
             together = row is None or (
                 before is not None
                 and before.rows == row.rows
-                and any(one is matrix for matrix in row.operands)
+                and any(atom is matrix for matrix in row.operands)
             )
             level = max(level, levels[maker] + (not together))
         if row is None:
@@ -237,12 +241,12 @@ def _plan_groups(found: Sequence[JaxprOperation]) -> _FusionPlan:
 
 
 def _users(found: Sequence[JaxprOperation], outs: Sequence[Operand]) -> dict[JaxprValue, set[Any]]:
-    """The operations that use each array; None: it is a result."""
+    """Returns the operations that use each array; None among them: it is a result."""
     users: dict[JaxprValue, set[Any]] = defaultdict(set)
     for operation in found:
-        for one in operation.operands:
-            if isinstance(one, JaxprValue):
-                users[one].add(operation)
+        for atom in operation.operands:
+            if isinstance(atom, JaxprValue):
+                users[atom].add(operation)
     for out in outs:
         if isinstance(out, JaxprValue):
             users[out].add(None)

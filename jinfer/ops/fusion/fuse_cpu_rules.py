@@ -31,9 +31,8 @@ class FusibleOperation:
     Attributes:
         rows: rows of its matrices: all axes but the last one flattened, or fewer where a row spans
             several axes, as a token's heads do.
-        operands: those of its operands that are matrices of rows.
-        add: adds it to a program, given the ids of its operands there; returns those of its
-            results.
+        operands: its operands that are matrices of rows.
+        add: adds it to a program by the ids of its operands there; returns the ids of its results.
         product: whether it is a matmul or attention, worth a call of its own.
         moves: whether it only reshapes.
     """
@@ -53,7 +52,7 @@ type Fusible = Mapping[JaxprOperation, FusibleOperation]
 def fusible_operation(
     operation: JaxprOperation, makers: Producers, found: Fusible
 ) -> FusibleOperation | None:
-    """The fusible form of an operation; None if it cannot be fused.
+    """Returns the fusible form of an operation; None if it cannot be fused.
 
     Args:
         found: fusible operations before it.
@@ -74,16 +73,16 @@ def fusible_operation(
 
 
 def _rows(rows: int, operands: Sequence[Operand], makers: Producers, found: Fusible) -> int:
-    """Number of rows of an operation: that of its producers, if these rows are parts of theirs."""
-    makes = [maker for one in operands if (maker := producer_of(one, makers)) is not None]
+    """Returns an operation's number of rows: its producers', if its rows are parts of theirs."""
+    makes = [maker for operand in operands if (maker := producer_of(operand, makers)) is not None]
     before = {found[maker].rows for maker in makes if maker in found}
     own = before.pop() if len(before) == 1 else rows
     return own if rows % own == 0 else rows
 
 
-def producer_of(one: Operand, makers: Producers) -> JaxprOperation | None:
-    """The operation that produces an operand, if any."""
-    return makers.get(one) if isinstance(one, JaxprValue) else None
+def producer_of(operand: Operand, makers: Producers) -> JaxprOperation | None:
+    """Returns the operation that produces an operand, if any."""
+    return makers.get(operand) if isinstance(operand, JaxprValue) else None
 
 
 def _custom_call(
@@ -110,16 +109,16 @@ def _custom_call(
 
 
 def _linear(operation: JaxprOperation) -> FusibleOperation | None:
-    given = _attributes(operation)
-    if given["select"] != 0:
+    attributes = _attributes(operation)
+    if attributes["select"] != 0:
         return None
     x, *buffers = operation.operands
     fixed: dict[str, Any] = {
-        "digits": given["digits"],
-        "activation": given["activation"],
+        "digits": attributes["digits"],
+        "activation": attributes["activation"],
         "outputs": [out.aval.shape[1] for out in operation.results],
     }
-    fields, codebook = given["tensors"], given["codebook"]
+    fields, codebook = attributes["tensors"], attributes["codebook"]
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         read = [known[buffer] for buffer in buffers]
@@ -129,12 +128,12 @@ def _linear(operation: JaxprOperation) -> FusibleOperation | None:
 
 
 def _dense(operation: JaxprOperation) -> FusibleOperation | None:
-    given = _attributes(operation)
+    attributes = _attributes(operation)
     x, *weights = operation.operands
-    if given["select"] != 0 or 0 in x.aval.shape:
+    if attributes["select"] != 0 or 0 in x.aval.shape:
         return None
     fixed: dict[str, Any] = {
-        **{name: given[name] for name in _DENSE},
+        **{name: attributes[name] for name in _DENSE},
         "outputs": [out.aval.shape[1] for out in operation.results],
     }
 
@@ -145,18 +144,18 @@ def _dense(operation: JaxprOperation) -> FusibleOperation | None:
 
 
 def _norm(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation | None:
-    given = _attributes(operation)
+    attributes = _attributes(operation)
     x, *vectors = operation.operands
     if any(vector.aval.shape[0] != 1 for vector in vectors):
         return None  # a different weight vector for each head
     vectors = [_as_stored(vector, makers, found) for vector in vectors]
-    kind = {name: given[name] for name in ("centered", "eps", "offset")}
+    kind = {name: attributes[name] for name in ("centered", "eps", "offset")}
     rows, each = x.aval.shape
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         left = iter(vectors)
-        weight = known[next(left)] if given["weighted"] else None
-        bias = known[next(left)] if given["biased"] else None
+        weight = known[next(left)] if attributes["weighted"] else None
+        bias = known[next(left)] if attributes["biased"] else None
         return [program.norm(values[0], weight, bias, **kind, each=each)]
 
     return FusibleOperation(_rows(rows, (x,), makers, found), (x,), add)
@@ -165,9 +164,9 @@ def _norm(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusib
 def _same_rows(
     operation: JaxprOperation, method: Callable[..., int], *names: str
 ) -> FusibleOperation:
-    """A call of these attributes whose operands all have the rows of its result."""
-    given = _attributes(operation)
-    kind = {name: given[name] for name in names}
+    """Matches a custom call whose operands all have the rows of its result."""
+    attributes = _attributes(operation)
+    kind = {name: attributes[name] for name in names}
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [method(program, *values, **kind)]
@@ -185,18 +184,20 @@ def _activate(operation: JaxprOperation, makers: Producers, found: Fusible) -> F
 
 
 def _attention(operation: JaxprOperation) -> FusibleOperation | None:
-    """Attention with its new keys and values, if it is complete on this device."""
-    given = _attributes(operation)
-    q, *places = operation.operands[:5]
+    """Matches attention with its new keys and values, if it is complete on this device."""
+    attributes = _attributes(operation)
+    q, *ranges = operation.operands[:5]
     *numbers, distances = operation.operands[5:8]
-    if given["partial"] or distances.aval.size:
+    if attributes["partial"] or distances.aval.size:
         return None
-    new = (2 - given["shared"]) * given["written"]
+    new = (2 - attributes["shared"]) * attributes["written"]
     matrices, pools = operation.operands[8 : 8 + new], operation.operands[8 + new :]
-    kind = AttentionAttributes(*(given[name] for name in AttentionAttributes._fields))
+    kind = AttentionAttributes(*(attributes[name] for name in AttentionAttributes._fields))
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
-        where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
+        where, own, read = (
+            [known[operand] for operand in each] for each in (ranges, numbers, pools)
+        )
         return program.attention(values[0], values[1:], where, own, read, kind)
 
     return FusibleOperation(q.aval.shape[0], (q, *matrices), add, product=True)
@@ -209,7 +210,7 @@ def _lora(operation: JaxprOperation) -> FusibleOperation:
     adapters, a, b = others[:3], others[3 : 3 + count], others[3 + count :]
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
-        rows, first, second = ([known[one] for one in each] for each in (adapters, a, b))
+        rows, first, second = ([known[operand] for operand in each] for each in (adapters, a, b))
         return program.lora(values[0], values[1:], rows, first, second)
 
     return FusibleOperation(x.aval.shape[0], (x, *ys), add, product=True)
@@ -218,7 +219,7 @@ def _lora(operation: JaxprOperation) -> FusibleOperation:
 def _reshape(
     operation: JaxprOperation, makers: Producers, found: Fusible
 ) -> FusibleOperation | None:
-    """A reshape of a fusible operation's result, if rows stay whole or are split into heads."""
+    """Matches a reshape of a fusible result, if rows stay whole or are split into heads."""
     x, shape = operation.operands[0], operation.results[0].aval.shape
     maker = producer_of(x, makers)
     row = None if maker is None else found.get(maker)
@@ -238,7 +239,7 @@ def _add(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusibl
     a, b = operation.operands
     for x, other in ((a, b), (b, a)):
         vector = _repeated(other, shape, makers)
-        # A fusible operation's result stays within the call: one row looks like a vector.
+        # A fusible operation's result stays within the call: with one row it looks like a vector.
         own = vector is not None and producer_of(vector, makers) in found
         if vector is not None and not own and x.aval.shape == shape:
 
@@ -248,14 +249,14 @@ def _add(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusibl
                 return [program.add_vector(values[0], known[vector])]
 
             return FusibleOperation(rows, (x,), add_vector)
-    if any(one.aval.shape != shape for one in (a, b)):
+    if any(operand.aval.shape != shape for operand in (a, b)):
         return None
     rows = _rows(rows, (a, b), makers, found)
     return FusibleOperation(rows, (a, b), lambda program, values, _: [program.add(*values)])
 
 
 def _scale(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation | None:
-    """A matrix times a known number."""
+    """Matches the product of a matrix and a known number."""
     for x, by in (operation.operands, operation.operands[::-1]):
         shape = x.aval.shape
         if isinstance(by, Literal) and np.shape(by.val) == () and len(shape) > 1:
@@ -274,11 +275,11 @@ def _scale(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusi
 def _multiply(
     operation: JaxprOperation, makers: Producers, found: Fusible
 ) -> FusibleOperation | None:
-    """The element-wise product of two matrices."""
+    """Matches the element-wise product of two matrices."""
     shape = operation.results[0].aval.shape
-    if len(shape) < 2 or any(one.aval.shape != shape for one in operation.operands):
+    if len(shape) < 2 or any(operand.aval.shape != shape for operand in operation.operands):
         return None
-    if any(isinstance(one, Literal) for one in operation.operands):
+    if any(isinstance(operand, Literal) for operand in operation.operands):
         return None
     rows = _rows(math.prod(shape[:-1]), operation.operands, makers, found)
     return FusibleOperation(
@@ -286,13 +287,13 @@ def _multiply(
     )
 
 
-def _repeated(one: Operand, shape: tuple[int, ...], makers: Producers) -> JaxprValue | None:
-    """The vector that an operand repeats in each row of a matrix, if it does."""
-    if isinstance(one, Literal):
+def _repeated(operand: Operand, shape: tuple[int, ...], makers: Producers) -> JaxprValue | None:
+    """Returns the vector that an operand repeats in each row of a matrix, if it does."""
+    if isinstance(operand, Literal):
         return None
-    maker, size = producer_of(one, makers), shape[-1:]
-    if one.aval.shape != shape:
-        vector = one
+    maker, size = producer_of(operand, makers), shape[-1:]
+    if operand.aval.shape != shape:
+        vector = operand
     elif maker is not None and maker.name == "broadcast_in_dim":
         (vector, *_), axes = maker.operands, maker.eqn.params["broadcast_dimensions"]
         if isinstance(vector, Literal) or axes[-1:] != (len(shape) - 1,):
@@ -304,7 +305,7 @@ def _repeated(one: Operand, shape: tuple[int, ...], makers: Producers) -> JaxprV
 
 
 def _as_stored(vector: Operand, makers: Producers, found: Fusible) -> Operand:
-    """A vector before an axis of one was added: the weight as stored, if possible."""
+    """Returns a vector before an axis of size 1 was added: the stored weight, if possible."""
     maker = producer_of(vector, makers)
     if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
         return vector
@@ -316,6 +317,9 @@ def _as_stored(vector: Operand, makers: Producers, found: Fusible) -> Operand:
 
 
 def _attributes(operation: JaxprOperation) -> dict[str, Any]:
-    """Attributes of a custom call, as Python has such numbers."""
-    given = dict(operation.eqn.params["attributes"])
-    return {name: np.asarray(getattr(one, "val", one)).tolist() for name, one in given.items()}
+    """Returns the attributes of a custom call as Python numbers and lists."""
+    attributes = dict(operation.eqn.params["attributes"])
+    return {
+        name: np.asarray(getattr(operand, "val", operand)).tolist()
+        for name, operand in attributes.items()
+    }

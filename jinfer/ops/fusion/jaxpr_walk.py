@@ -11,12 +11,12 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 def value(atom: Any, known: Mapping[Any, Any]) -> Any:
-    """The array of a variable or a literal."""
+    """Returns the array of a variable or a literal."""
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation."""
+    """Computes the results of an equation."""
     bound: Any = eqn.primitive.get_bind_params(eqn.params)
     # Before JAX 0.12 functions among the parameters were returned separately.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -42,7 +42,7 @@ class JaxprOperation:
     Attributes:
         eqn: what is computed.
         operands: values of other operations, or literals.
-        results: its values.
+        results: the values that it computes.
     """
 
     def __init__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> None:
@@ -51,14 +51,14 @@ class JaxprOperation:
 
     @property
     def name(self) -> str:
-        """Name of its primitive."""
+        """Name of the primitive."""
         return str(self.eqn.primitive.name)
 
 
 def flatten_jaxpr(
     closed: Any, inputs: Sequence[Operand], constants: dict[JaxprValue, Any]
 ) -> tuple[list[JaxprOperation], list[Operand]]:
-    """The operations of a traced function, called functions inlined, and its results.
+    """Returns the operations of a traced function, with calls inlined, and its results.
 
     Args:
         inputs: the function's arguments.

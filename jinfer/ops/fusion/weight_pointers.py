@@ -30,24 +30,24 @@ class WeightPointers(NamedTuple):
     """The table entries of some weights.
 
     Attributes:
-        table: of these weights and others.
-        rows: one entry for each, in order.
+        table: entries of these weights and others.
+        rows: the entries of these weights, in order.
     """
 
     table: PointerTable
     rows: range
 
     def of(self, arrays: Sequence[Any]) -> dict[int, int]:
-        """The entry of each weight by its id(); the weights are the first of the given arrays."""
-        return {id(one): row for one, row in zip(arrays, self.rows, strict=False)}
+        """Returns the entry of each weight by its id(); the weights are the first arrays."""
+        return {id(array): row for array, row in zip(arrays, self.rows, strict=False)}
 
     def sliced_table(self) -> PointerTable:
-        """The table with only these entries, so that equal layers are equal functions."""
+        """Returns a table with only these entries, so that equal layers are equal functions."""
         return lax.slice_in_dim(self.table, self.rows.start, self.rows.stop)
 
 
 def merge_weight_pointers(parts: Sequence[WeightPointers]) -> WeightPointers | None:
-    """The pointers of all parts, which are adjacent in one table; None if there are none."""
+    """Merges pointers that are adjacent in one table; None if there are none."""
     if not parts:
         return None
     first, *others = parts
@@ -59,12 +59,14 @@ def merge_weight_pointers(parts: Sequence[WeightPointers]) -> WeightPointers | N
     return WeightPointers(first.table, range(first.rows.start, end))
 
 
-_WEIGHT_POINTERS: ContextVar[Mapping[str, WeightPointers] | None] = ContextVar("told", default=None)
+_WEIGHT_POINTERS: ContextVar[Mapping[str, WeightPointers] | None] = ContextVar(
+    "weight_pointers", default=None
+)
 
 
 @contextmanager
 def use_weight_pointers(table: PointerTable | None, layers: Mapping[str, slice]) -> Iterator[None]:
-    """Code traced by this thread within the context may read these layers' weights by pointer.
+    """Lets code traced by this thread within the context read these layers' weights by pointer.
 
     Args:
         table: of the first layer's arrays, then the second's, ...; None: pass weights as operands.
@@ -83,33 +85,33 @@ def use_weight_pointers(table: PointerTable | None, layers: Mapping[str, slice])
 
 
 def weight_pointers_of(layer: str) -> WeightPointers | None:
-    """The pointers of a layer's weights; None: they are operands."""
+    """Returns the pointers of a layer's weights; None: they are operands."""
     return (_WEIGHT_POINTERS.get() or {}).get(layer)
 
 
 def abstract_table(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """The shape and type of the table of some weights."""
+    """Returns the shape and type of a pointer table."""
     return jax.ShapeDtypeStruct((len(weights), 4), np.uint32)
 
 
 def table(weights: Sequence[Array]) -> PointerTable:
-    """The pointer table of weights in this process's memory, on one device.
+    """Builds the pointer table of weights in this process's memory, on one device.
 
     The table keeps the weights alive, and running programs keep their table alive.
     """
-    places = [(one.unsafe_buffer_pointer(), one.nbytes) for one in weights]
+    addresses = [(array.unsafe_buffer_pointer(), array.nbytes) for array in weights]
     words = 4 * len(weights)
-    room = np.empty(words + _ALIGNED // 4, np.uint32)
-    begin = -room.ctypes.data % _ALIGNED // 4
-    rows = room[begin : begin + words].reshape(-1, 4)
-    rows[:] = np.array(places, np.uint64).reshape(-1, 2).view(np.uint32)
+    buffer = np.empty(words + _ALIGNED // 4, np.uint32)
+    begin = -buffer.ctypes.data % _ALIGNED // 4
+    rows = buffer[begin : begin + words].reshape(-1, 4)
+    rows[:] = np.array(addresses, np.uint64).reshape(-1, 2).view(np.uint32)
     (device,) = weights[0].devices()
-    place = device if weights[0].committed else None
-    return jax.device_put(np.asarray(_KeepAlive(rows, weights)), place)
+    target_device = device if weights[0].committed else None
+    return jax.device_put(np.asarray(_KeepAlive(rows, weights)), target_device)
 
 
 def used_arrays(function: Callable[[Any], Any], arrays: Any) -> list[bool]:
-    """Which arrays of a tree a function uses as operands (liveness analysis of its jaxpr)."""
+    """Finds the arrays of a tree that a function uses (liveness analysis of its jaxpr)."""
     jaxpr = jax.make_jaxpr(function)(arrays).jaxpr
     return list(_used_arguments(jaxpr, (True,) * len(jaxpr.outvars), {}))
 
@@ -117,15 +119,17 @@ def used_arrays(function: Callable[[Any], Any], arrays: Any) -> list[bool]:
 type _Bits = tuple[bool, ...]
 
 
-def _used_arguments(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _Bits:
-    """Which arguments of a jaxpr the wanted results depend on.
+def _used_arguments(
+    jaxpr: Any, needed_outputs: _Bits, known: dict[tuple[int, _Bits], _Bits]
+) -> _Bits:
+    """Finds the arguments of a jaxpr that the needed results depend on.
 
     Args:
         known: memo of inner jaxprs, by id.
     """
-    key = id(jaxpr), wanted
+    key = id(jaxpr), needed_outputs
     if key not in known:
-        needed = set(_selected(jaxpr.outvars, wanted))
+        needed = set(_selected(jaxpr.outvars, needed_outputs))
         for eqn in reversed(jaxpr.eqns):
             if needed.isdisjoint(eqn.outvars) and not eqn.effects:
                 continue
@@ -147,7 +151,7 @@ def _selected(atoms: Sequence[Any], which: _Bits) -> set[Any]:
 
 
 class _KeepAlive:
-    """An array interface that keeps something alive; JAX makes no copy and keeps this object."""
+    """An array interface that keeps weights alive; JAX makes no copy and keeps this object."""
 
     def __init__(self, numbers: np.ndarray, what: Any) -> None:
         self.numbers, self.what = numbers, what

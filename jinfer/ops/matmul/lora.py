@@ -1,10 +1,10 @@
-"""LoRA: low-rank terms of several adapters beside one product, each row with its own adapter's.
+"""LoRA: adds low-rank terms of several adapters to a product, each row its own adapter's.
 
 y = x W^T + scale (x A^T) B (Hu et al. 2021, arXiv 2106.09685, with the transpose of its B), where A
 and B are those of the row's adapter. The adapters of an engine are stacked, each in a slot, padded
 with zeros to one rank; rows are sorted by slot for one grouped product with each stack (Punica's
-SGMV, arXiv 2310.18547), so only slots that have rows are read. W may be of any format: nothing of
-it is touched.
+SGMV, arXiv 2310.18547), so only slots that have rows are read. W may have any format: it is not
+changed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jinfer.cpu import lora_call as cpu
-from jinfer.ops.matmul import half_precision
+from jinfer.cpu import matmul_call as cpu
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.dense import dense_matmul, supports_grouped_dense
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Stacks(NamedTuple):
     factors: Float[Array, "slots 2 rank"] | None = None
 
     def dequantized(self, dtype: DTypeLike) -> Stacks:
-        """Those in int8 in another type, the others as they are."""
+        """Converts int8 stacks to another type; others are unchanged."""
         if self.factors is None:
             return self
         a, b = (each.astype(jnp.float32) for each in (self.a, self.b))
@@ -48,19 +48,19 @@ class RowAdapters(NamedTuple):
     """The adapter of each row of a batch.
 
     Attributes:
-        slots: slot of its adapter, from 1; 0: none.
-        scales: what its low-rank term is multiplied by.
+        slots: slot of each row's adapter, from 1; 0: none.
+        scales: factors of the low-rank terms.
         order: the rows sorted by slot, those without an adapter last.
-        places: where each row stands in that order.
+        sorted_positions: index of each row in `order`.
     """
 
     slots: Int[Array, " rows"]
     scales: Float[Array, " rows"]
     order: Int[Array, " rows"]
-    places: Int[Array, " rows"]
+    sorted_positions: Int[Array, " rows"]
 
     def offsets(self, count: int) -> Int[Array, " slots_1"]:
-        """Where the rows of each of `count` slots begin in `order`, and where the last ones end."""
+        """Returns the first index of each of `count` slots in `order`, and the end of the last."""
         upto = jnp.arange(1, count + 1, dtype=jnp.int32)
         before = (self.slots[None] < upto[:, None]) & (self.slots[None] > 0)
         counts = jnp.sum(before, axis=1, dtype=jnp.int32)
@@ -69,10 +69,10 @@ class RowAdapters(NamedTuple):
 
 
 def row_adapters(table: Int[Array, "sequences 2"], rows: Int[Array, " rows"]) -> RowAdapters:
-    """The adapters of the rows of a flat batch.
+    """Returns the adapters of the rows of a flat batch.
 
     Args:
-        table: of each sequence the slot, from 1, and the bits of the float32 scale.
+        table: each sequence's slot, from 1, and the bits of its float32 scale.
         rows: the sequence of each row; -1: padding.
     """
     own = table[jnp.maximum(rows, 0)]
@@ -82,11 +82,13 @@ def row_adapters(table: Int[Array, "sequences 2"], rows: Int[Array, " rows"]) ->
 
 
 def sorted_by_slot(slots: Int[Array, " rows"], scales: Float[Array, " rows"]) -> RowAdapters:
-    """The adapters of rows of which the slots (0: none) and scales are known."""
+    """Returns the adapters of rows with these slots (0: none) and scales."""
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(slots > 0, slots, last), stable=True).astype(jnp.int32)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-    return RowAdapters(slots, scales, order, places)
+    sorted_positions = (
+        jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+    )
+    return RowAdapters(slots, scales, order, sorted_positions)
 
 
 def add_lora(
@@ -95,7 +97,7 @@ def add_lora(
     stacks: Sequence[Stacks],
     at: RowAdapters,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """`ys` with the low-rank terms of the rows' adapters; the other rows keep their bits.
+    """Adds the low-rank terms of the rows' adapters to `ys`; other rows keep their bits.
 
     Args:
         ys: products of the same vectors without adapters, float32.
@@ -104,7 +106,7 @@ def add_lora(
     """
     flat = x.reshape(-1, x.shape[-1])
     assert flat.shape[0] == at.slots.shape[0], "each row is a token"
-    if half_precision.reads_16_bit_weights():
+    if dense.reads_16_bit_weights():
         rows = [y.reshape(-1, y.shape[-1]) for y in ys]
         parts = tuple(zip(*stacks, strict=True))
         wide = flat.astype(jnp.float32)
@@ -130,11 +132,11 @@ def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]
     for part, (_, b, _) in zip(inner, stacks, strict=True):
         scaled = (part * scales).astype(x.dtype)
         terms += dense_matmul(scaled, [b], offsets=offsets, transposed=True)
-    return [term[at.places] for term in terms]
+    return [term[at.sorted_positions] for term in terms]
 
 
 def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
-    """Two products with all slots, of which each row keeps its own."""
+    """Multiplies by the matrices of all slots; each row selects its own slot's result."""
     terms = list[Array]()
     for a, b, _ in stacks:
         slots, rank, inputs = a.shape
@@ -144,3 +146,30 @@ def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
         inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
         terms += dense_matmul(inner, [b.reshape(slots * rank, -1).T])
     return terms
+
+
+NORM_TERMS = 4  # m, |W|^2, 2 <W, B A>, |B A|^2
+
+
+def rescale(
+    y: Float[Array, "*rows outputs"],
+    bias: Float[Array, " outputs"] | None,
+    norms: Float[Array, "slots terms outputs"],
+    at: RowAdapters,
+) -> Float[Array, "*rows outputs"]:
+    """Rescales the products of rows with DoRA to their norms; other rows keep their bits.
+
+    Args:
+        y: (W + c B A) x + bias, float32.
+        norms: `NORM_TERMS` for each slot's adapter; zeros: it has no magnitudes.
+    """
+    own = norms[jnp.maximum(at.slots - 1, 0)]
+    length, square, twice, term = (own[:, i] for i in range(NORM_TERMS))
+    scale = at.scales[:, None]
+    square = square + scale * (twice + scale * term)
+    there = (at.slots > 0)[:, None] & (square > 0)
+    factor = length / jnp.sqrt(jnp.where(there, square, 1.0))
+    plain = y.reshape(-1, y.shape[-1])
+    shift = 0.0 if bias is None else bias.astype(jnp.float32)[None]
+    scaled = (plain - shift) * factor + shift
+    return jnp.where(there, scaled, plain).reshape(y.shape)

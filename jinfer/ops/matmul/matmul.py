@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.ops.matmul import dense, half_precision
+from jinfer.ops.matmul import dense
 from jinfer.ops.matmul.quantized import (
     FUSED_ACTIVATIONS,
     index_stack,
@@ -18,13 +18,13 @@ from jinfer.ops.matmul.quantized import (
 )
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import RecordedWeight, record
-from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.lora_weight import LowRankSum
 from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-type Weight = (
+type LinearWeight = (
     Array
     | ScaledTensor
     | QuantizedTensor
@@ -37,11 +37,11 @@ type Weight = (
 
 def linear(
     x: Float[Array, "*rows inputs"],
-    weight: Weight,
+    weight: LinearWeight,
     bias: Float[Array, " outputs"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """x @ weight.T + bias, accumulated in float32; the result has x's type or `dtype`.
+    """Computes x @ weight.T + bias, accumulated in float32; the result has x's type or `dtype`.
 
     Args:
         weight: [outputs, inputs], as checkpoints store it: as fast as the transposed layout, and
@@ -52,16 +52,15 @@ def linear(
 
 def linear_of_stack(
     x: Float[Array, "rows inputs"],
-    weight: Weight,
+    weight: LinearWeight,
     bias: Float[Array, "experts outputs"] | None,
     index: Int[Array, ""],
     where: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """`linear` with one matrix of a stack [experts, outputs, inputs].
+    """Computes `linear` with one matrix of a stack [experts, outputs, inputs].
 
     Args:
-        where: rows whose results are used; None: all. The others are only excluded from
-            calibration.
+        where: rows whose results are used; None: all. It only excludes other rows from calibration.
     """
     if isinstance(weight, LowRankSum):
         y = linear_of_stack(x.astype(jnp.float32), weight.weight, bias, index, where)
@@ -82,7 +81,7 @@ def linear_of_stack(
     return _finished(y, None if bias is None else index_stack(bias, index), x.dtype)
 
 
-def supports_grouped(weight: Weight) -> bool:
+def supports_grouped(weight: LinearWeight) -> bool:
     """Whether `grouped_linears` supports this weight here."""
     if isinstance(weight, QuantizedTensor):
         return supports_grouped_quantized(weight)
@@ -91,7 +90,7 @@ def supports_grouped(weight: Weight) -> bool:
 
 def grouped_linears(
     x: Float[Array, "rows inputs"],
-    weights: Sequence[Weight],
+    weights: Sequence[LinearWeight],
     offsets: Int[Array, " experts_1"],
     activation: str = "none",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
@@ -112,12 +111,12 @@ def grouped_linears(
     return dense.dense_matmul(x, plain, offsets=offsets, activation=activation)
 
 
-def fuses_activation(gate: Weight, up: Weight, activation: str) -> bool:
+def fuses_activation(gate: LinearWeight, up: LinearWeight, activation: str) -> bool:
     """Whether the activation function can be fused into the matmul with gate and up here."""
     if activation not in FUSED_ACTIVATIONS:
         return False
     if isinstance(gate, Array | ScaledTensor) and isinstance(up, Array | ScaledTensor):
-        return half_precision.reads_16_bit_weights()
+        return dense.reads_16_bit_weights()
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return False
     return gate.words.shape == up.words.shape and gate.format == up.format
@@ -125,13 +124,19 @@ def fuses_activation(gate: Weight, up: Weight, activation: str) -> bool:
 
 def linears(
     x: Float[Array, "*rows inputs"],
-    weights: Sequence[Weight],
+    weights: Sequence[LinearWeight],
     biases: Sequence[Float[Array, " outputs"] | None],
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """`linear` with several weights: one call for all quantized ones, one for all plain ones."""
-    given = weights
-    weights = record(x, [one.weight if isinstance(one, LowRankSum) else one for one in given])
+    """Computes `linear` with several weights: one call for quantized, one for plain weights."""
+    parameters = weights
+    weights = record(
+        x,
+        [
+            parameter.weight if isinstance(parameter, LowRankSum) else parameter
+            for parameter in parameters
+        ],
+    )
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
     quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
     plain = [w for w in codes if not isinstance(w, QuantizedTensor | ReorderedTensor)]
@@ -140,7 +145,7 @@ def linears(
     )
     of_plain = iter(dense.dense_matmul(x, plain) if plain else ())
     results = []
-    for whole, weight, code, bias in zip(given, weights, codes, biases, strict=True):
+    for whole, weight, code, bias in zip(parameters, weights, codes, biases, strict=True):
         if isinstance(code, ReorderedTensor):
             rows = code.sorted_inputs(x).reshape(-1, x.shape[-1])
             y = quantized_matmul(rows, [code.rounded])[0]
@@ -164,9 +169,9 @@ def _finished(y: Array, bias: Array | None, dtype: DTypeLike) -> Array:
 
 
 def gated_linear(
-    x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
+    x: Float[Array, "*rows inputs"], gate: LinearWeight, up: LinearWeight, activation: str
 ) -> Float[Array, "*rows outputs"] | None:
-    """activation(x @ gate.T) * (x @ up.T) as one fused operation if supported, otherwise None."""
+    """Computes activation(x @ gate.T) * (x @ up.T) in one fused operation; None: unsupported."""
     if not fuses_activation(gate, up, activation):
         return None
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
@@ -177,9 +182,9 @@ def gated_linear(
 
 
 def take_rows(
-    weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
+    weight: LinearWeight, rows: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape inputs"]:
-    """Embedding lookup: rows of a matrix, dequantized to this type."""
+    """Looks up embeddings: rows of a matrix, dequantized to this type."""
     table: Any = weight.weight if isinstance(weight, RecordedWeight) else weight
     if isinstance(table, QuantizedTensor | OutlierTensor | ReorderedTensor | ScaledTensor):
         return table.take(rows, dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import quantized_matmul as cpu
+from jinfer.cpu import matmul_call as cpu
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
 from jinfer.ops.backend import DIFFERENTIABLE, backend, has_cpu_calls, interpreted
@@ -38,10 +38,10 @@ def quantized_matmul(
     offsets: Int[Array, " experts_1"] | None = None,
     activation: str = "none",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ weight.T for each weight, in float32.
+    """Computes x @ weight.T for each weight, in float32.
 
     Args:
-        index: which matrix of each stack; the others are not read.
+        index: the matrix to use of each stack; the others are not read.
         offsets: grouped matmul: rows offsets[i] .. offsets[i + 1] - 1 use matrix i of a stack; the
             other rows of the result are undefined. Requires `supports_grouped_quantized`.
         activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
@@ -81,7 +81,7 @@ def quantized_matmul(
 
 
 def apply_activation(results: tuple[Array, ...], activation: str) -> tuple[Array, ...]:
-    """The results of a matmul as they are, or activation(gate) * up."""
+    """Returns the results of a matmul unchanged, or activation(gate) * up."""
     if activation == "none":
         return results
     gate, up = results
@@ -102,7 +102,7 @@ def _gpu_kernels_support(weight: QuantizedTensor) -> bool:
     known = format.block in (two_levels if format.two_level else one_level)
     if format.two_level and format.per_code > 1:
         return False
-    if format.codebook is not None and len(format.codebook) != 16:  # what the kernels look up
+    if format.codebook is not None and len(format.codebook) != 16:  # the kernels look up 16
         return False
     return known and weight.columns == MAX_COLUMNS // format.per_code
 
@@ -116,7 +116,7 @@ def _gpu_matmul(
 ) -> tuple[Array, ...]:
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from jinfer.ops.matmul.quantized_gpu import packed_matmul
-    from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+    from kernels_pallas.matmul.grouped import grouped_quantized_matmul
     from kernels_pallas.matmul.weight_layout import PackedMatrix
 
     packed = [
@@ -142,7 +142,7 @@ def _gpu_matmul(
 
 
 def index_stack(stacked: Any, index: Int[Array, ""]) -> Any:
-    """One element of a stack: an array, or a tree of arrays."""
+    """Returns one element of a stack: an array, or a tree of arrays."""
     return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, index, keepdims=False), stacked)
 
 

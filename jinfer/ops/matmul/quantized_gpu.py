@@ -35,7 +35,7 @@ def packed_matmul(
     gated: bool = False,
     backend: Backend = "triton",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """`kernels_pallas.matmul.quantized.matmul` with the kernels of a back end."""
+    """Computes `kernels_pallas.matmul.quantized.matmul` with the kernels of a back end."""
     leaves, tree = jax.tree.flatten((tuple(matrices), index))
     how = {"gated": gated, "backend": backend, "interpret": interpreted()}
     return tuple(PACKED_MATMUL.bind(x, *leaves, tree=tree, **how))
@@ -50,7 +50,7 @@ def _product(x: Array, *leaves: Any, tree: Any, **how: Any) -> tuple[Array, ...]
 def _shapes(x: Any, *leaves: Any, tree: Any, gated: bool, **_: Any) -> list[ShapedArray]:
     matrices, _ = jax.tree.unflatten(tree, leaves)
     results = matrices[:1] if gated else matrices
-    return [ShapedArray((x.shape[0], one.outputs), jnp.dtype(jnp.float32)) for one in results]
+    return [ShapedArray((x.shape[0], matrix.outputs), jnp.dtype(jnp.float32)) for matrix in results]
 
 
 PACKED_MATMUL.def_impl(jax.jit(_product, static_argnames=("tree", "gated", "backend", "interpret")))

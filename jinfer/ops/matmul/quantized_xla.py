@@ -32,18 +32,18 @@ _DECODED_BYTES = 1 << 20  # of float32 weights at a time, to stay in the L2 cach
 def quantized_matmul_xla(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """x @ weight.T in plain XLA, for machines without custom calls or kernels.
+    """Computes x @ weight.T in plain XLA, for machines without custom calls or kernels.
 
-    Activations stay in float32 whatever `weight.activations` is.
+    Activations stay in float32 for any `weight.activations`.
     """
-    if weight.format.width == "16":  # fp16 as they are, which have no pieces of codes
+    if weight.format.width == "16":  # fp16 numbers, which have no code pieces
         whole = weight.dequantize(jnp.float32)
         return jnp.matmul(x.astype(jnp.float32), whole.T, precision="highest")
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, weight.padded_inputs - weight.inputs)))
     if x.shape[0] == 1:
         return _one_row(x[0], weight)[None]
     if x.shape[0] <= _FEW_ROWS:
-        # The barrier keeps what depends on the weights alone inside the loop.
+        # The barrier keeps operations that depend only on the weights inside the loop.
         return lax.map(lambda row: _one_row(*lax.optimization_barrier((row, weight))), x)
     return _many_rows(x, weight)
 
@@ -51,7 +51,7 @@ def quantized_matmul_xla(
 def dequantized_matmul(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """The same for a GPU: the matrix dequantized to fp16 in memory, times x in fp16.
+    """Computes the same on a GPU: dequantizes the matrix to fp16 in memory, times x in fp16.
 
     Element-wise operations and one tensor-core matmul with float32 accumulation, without loops.
     """
@@ -64,10 +64,10 @@ def dequantized_matmul(
 def differentiable_matmul(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """The same in float32 for any platform, with a derivative.
+    """Computes the same in float32 for any platform, differentiably.
 
-    That of x needs the matrix again: it is dequantized a second time, so that those of all layers
-    are not held in float32 until then.
+    The gradient of x needs the matrix again: dequantizing it a second time avoids holding all
+    layers in float32.
     """
     contracted = (((1,), (1,)), ((), ()))
     return lax.dot_general(x, weight.dequantize(), contracted, precision=lax.Precision.HIGHEST)

@@ -1,11 +1,10 @@
 """Speculative decoding with recurrent states: drafted tokens are scanned again once accepted.
 
 A state is overwritten by each token, so it cannot go back to before a rejected one. Verification
-therefore only reads the state table. What it leaves in the table's place is the scan with its
-inputs, and when it is known how many tokens of each sequence are accepted, the scan alone runs
-again over those, from the old state. No projection is computed twice, nothing but the inputs of a
-few tokens is held, and the state is that of decoding the same tokens, to the bit where custom calls
-compute.
+therefore only reads the state table. Instead of a new table it returns the scan with its inputs.
+Once the number of accepted tokens of each sequence is known, the scan alone runs again over them,
+from the old state. No projection is computed twice, only the inputs of a few tokens are held, and
+the state equals that of decoding the same tokens, to the bit with custom calls.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftedScan:
-    """A state table, and a scan of drafted tokens that is yet to change it.
+    """A state table, and a deferred scan of drafted tokens that will update it.
 
     Attributes:
         scan: the recurrence.
@@ -42,17 +41,17 @@ class DraftedScan:
 def keeps_drafted_states[**P](
     scan: Callable[P, tuple[Array, Any]],
 ) -> Callable[P, tuple[Array, Any]]:
-    """A recurrence that returns a `DraftedScan` in place of the table for `DraftRuns`.
+    """Makes a recurrence return a `DraftedScan` instead of the table for `DraftRuns`.
 
     Args:
-        scan: (*inputs, table, runs) -> (outputs, table). What it computes before a custom call is
-            computed twice, and may have other bits the second time.
+        scan: (*inputs, table, runs) -> (outputs, table). Operations before its custom call run
+            twice, and may have other bits the second time.
     """
 
     @wraps(scan)
     def scan_or_defer(*arguments: P.args, **named: P.kwargs) -> tuple[Array, Any]:
-        given: tuple[Any, ...] = arguments
-        *inputs, table, runs = given
+        positional: tuple[Any, ...] = arguments
+        *inputs, table, runs = positional
         out, after = scan(*arguments, **named)
         if isinstance(runs, DraftRuns):
             after = DraftedScan(scan, tuple(inputs), table)
@@ -62,11 +61,11 @@ def keeps_drafted_states[**P](
 
 
 def accept_drafted(cache: Cache, runs: SequenceRuns, accepted: Array) -> Cache:
-    """The cache after the first tokens of each run, of a cache that verification has returned.
+    """Applies the deferred scans of a cache from verification to the accepted tokens.
 
     Args:
-        runs: those of the verification.
-        accepted: tokens of each run.
+        runs: runs of the verification.
+        accepted: number of accepted tokens of each run.
     """
     lengths, run = jnp.minimum(runs.lengths, accepted), jnp.maximum(runs.rows, 0)
     here = jnp.arange(runs.rows.shape[0], dtype=jnp.int32) - runs.starts[run]
@@ -82,7 +81,7 @@ def accept_drafted(cache: Cache, runs: SequenceRuns, accepted: Array) -> Cache:
 
 
 def split_inputs(cache: Cache) -> tuple[Cache, tuple[Any, ...]]:
-    """A cache that verification has returned, without its scans' inputs, and these.
+    """Splits a cache from verification into the cache without its scans' inputs, and the inputs.
 
     The cache alone has buffers that the accepted cache can be written to.
     """
@@ -96,7 +95,7 @@ def split_inputs(cache: Cache) -> tuple[Cache, tuple[Any, ...]]:
 
 
 def join_inputs(cache: Cache, inputs: tuple[Any, ...]) -> Cache:
-    """The cache of which `split_inputs` has made these."""
+    """Inverts `split_inputs`."""
     rest = iter(inputs)
     return jax.tree.map(
         lambda part: replace(part, inputs=next(rest)) if _is_drafted(part) else part,

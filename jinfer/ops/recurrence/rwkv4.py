@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
-from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
+from jinfer.ops.recurrence.ragged_scan import ChunkStep, TokenStep, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def wkv(
     table: Float[Array, "slots 3 channels"],
     runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots 3 channels"]]:
-    """The mean of all values so far, weighted by exp(k) and decaying with distance. All float32.
+    """Averages all values so far, weighted by exp(k) and decaying with distance. All float32.
 
     out = (a + exp(bonus + k) v) / (b + exp(bonus + k)); a = w a + exp(k) v; b = w b + exp(k), with
     w = exp(-exp(time_decay)). The state holds a and b divided by exp(p), and p, the largest
@@ -49,7 +49,7 @@ def _scan(
     return ragged_scan(*_forms(log_decay, bonus), _CHUNK, (k, v), table, runs)
 
 
-def _forms(log_decay: Array, bonus: Array) -> tuple[Step, ChunkStep]:
+def _forms(log_decay: Array, bonus: Array) -> tuple[TokenStep, ChunkStep]:
     def read(state: Array, k: Array, v: Array) -> Array:
         a, b, p = state
         p = jnp.where(b > 0, p, _EMPTY)  # a new sequence's state is zero
@@ -66,19 +66,19 @@ def _forms(log_decay: Array, bonus: Array) -> tuple[Step, ChunkStep]:
     def chunk(state: Array, tokens: tuple[Array, Array], real: Array) -> tuple[Array, Array]:
         k, v = tokens
 
-        def one(state: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        def advance(state: Array, token: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             after, out = step(state, token[:2])
             return jnp.where(token[2], after, state), out
 
-        return lax.scan(one, state, (k, v, real), unroll=8)
+        return lax.scan(advance, state, (k, v, real), unroll=8)
 
     return step, chunk
 
 
-def _merge(one: Array, two: Array) -> Array:
-    """Two weighted sums as one; the second is not empty."""
-    a1, b1, p1 = one
-    a2, b2, p2 = two
+def _merge(first: Array, second: Array) -> Array:
+    """Merges two weighted sums; the second is not empty."""
+    a1, b1, p1 = first
+    a2, b2, p2 = second
     p1 = jnp.where(b1 > 0, p1, _EMPTY)
     top = jnp.maximum(p1, p2)
     x, y = jnp.exp(p1 - top), jnp.exp(p2 - top)

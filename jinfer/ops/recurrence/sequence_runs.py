@@ -2,9 +2,9 @@
 
 A recurrence keeps one state of fixed size for each sequence in a *state table*, [slots, ...] in
 float32. Each sequence with tokens in the batch reads its slot, or starts at zero if its first token
-is here, and writes the state after its last token back. On the way it copies its state to other
-slots, snapshots, after the tokens that end a block. Drafted tokens only read the table, until it is
-known which of them are accepted: see `drafted_scan`.
+is here, and writes the state after its last token back. It also copies its state to other slots
+(snapshots) after the tokens that end a block. Drafted tokens only read the table until they are
+accepted: see `drafted_scan`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SequenceRuns(NamedTuple):
         rows: each token's run; -1: padding, whose output is zero.
         starts, lengths: first token and number of tokens of each run; length 0: none.
         slots: row of the state table of each run; no two runs with tokens share one.
-        fresh: whether a run begins at position 0, so that its state is zero whatever its slot
-            holds.
+        fresh: whether a run begins at position 0, so that its state is zero and its slot is
+            ignored.
         copies: row of the state table that the state after each token is copied to; -1: none. At
             most one token in `BLOCK` of a run has one.
     """
@@ -44,11 +44,11 @@ class SequenceRuns(NamedTuple):
 
 
 class DraftRuns(SequenceRuns):
-    """Runs of tokens of which some may be rejected: the states before them have to stay."""
+    """Runs of drafted tokens, which may be rejected: the states before them are kept."""
 
 
 def sequence_runs(at: AttentionMetadata, tables: Int[Array, "rows blocks"]) -> SequenceRuns:
-    """The runs of a flat batch.
+    """Returns the runs of a flat batch.
 
     Args:
         at: its rows and positions; tokens of one sequence are adjacent, in rising positions.
@@ -78,7 +78,7 @@ def is_first(runs: SequenceRuns) -> Bool[Array, " tokens"]:
 
 
 def custom_runs(runs: SequenceRuns) -> custom.Runs | None:
-    """The runs as the CPU's custom calls take them; None where XLA computes recurrences."""
+    """Converts runs to operands of custom calls; None where XLA computes recurrences."""
     if backend() != "cpu" or not custom.available():
         return None
     fresh, kept = runs.fresh.astype(jnp.int32), not isinstance(runs, DraftRuns)

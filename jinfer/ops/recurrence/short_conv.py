@@ -24,7 +24,7 @@ def short_conv(
     table: Float[Array, "slots taps_1 channels"],
     runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots taps_1 channels"]]:
-    """The sum over j of weight[j] times the input taps - 1 - j tokens before, plus bias.
+    """Sums weight[j] times the input taps - 1 - j tokens before over j, plus bias.
 
     All float32. There are zeros before a sequence; the state is its last taps - 1 inputs, oldest
     first.
@@ -44,10 +44,10 @@ def short_conv(
     y = jnp.where(runs.rows[:, None] < 0, 0.0, y)
     if taps == 1 or isinstance(runs, DraftRuns):
         return y, table
-    # Where the runs end, and where their states are copied.
+    # The ends of runs, and the tokens whose states are copied.
     rows, none = jnp.arange(runs.starts.shape[0], dtype=jnp.int32), table.shape[0]
-    most = min(x.shape[0], x.shape[0] // BLOCK + rows.shape[0])
-    (copied,) = jnp.nonzero(runs.copies >= 0, size=most, fill_value=x.shape[0])
+    max_copies = min(x.shape[0], x.shape[0] // BLOCK + rows.shape[0])
+    (copied,) = jnp.nonzero(runs.copies >= 0, size=max_copies, fill_value=x.shape[0])
     run = jnp.concatenate([rows, run.at[copied].get(mode="clip")])
     ends = jnp.concatenate([runs.starts + runs.lengths, copied.astype(jnp.int32) + 1])
     last = [_inputs(x, before, runs, run, ends - taps + 1 + m) for m in range(taps - 1)]
@@ -59,13 +59,13 @@ def short_conv(
 
 
 def _before(table: Array, runs: SequenceRuns) -> Array:
-    """The inputs before each run, [runs, taps - 1, channels]."""
+    """Returns the inputs before each run, [runs, taps - 1, channels]."""
     slots = jnp.where(runs.lengths > 0, runs.slots, 0)
     return jnp.where(runs.fresh[:, None, None], 0.0, table[slots])
 
 
 def _inputs(x: Array, before: Array, runs: SequenceRuns, run: Array, at: Array) -> Array:
-    """The inputs at places `at` of the batch, which may lie before those of their runs."""
+    """Returns the inputs at indices `at` of the batch, which may precede those of their runs."""
     if not before.shape[1]:
         return x.at[at].get(mode="clip")
     ahead = at - runs.starts[run]

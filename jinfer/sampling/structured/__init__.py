@@ -2,21 +2,21 @@
 
 How an engine's step uses it, without jax:
 
-1. When a request comes, in the thread that receives it (it may take some time):
+1. In the thread that receives a request (it may take some time):
    `constraint = compile_constraint(tokenizer, json_schema=…)`; a `ConstraintError` is the request's
    answer. `matcher = constraint.start()` for each of its sequences.
-2. A worker thread takes the tokens of a step into the grammar: `matcher.advance(token)` for each
-   that was chosen; then `forced = matcher.forced()`, which need no sampling and go into the next
-   step as a chunk of several known tokens, and `advance` for each of those.
-3. While the device computes a step's logits, the same thread writes `matcher.mask(row)` into the
-   row of a `uint32[batch, words]` array; rows of unconstrained requests are all ones.
-4. The sampler adds -inf where `mask[row, v // 32] >> (v % 32) & 1` is 0, before anything else. A
-   mask takes 0.1 ms, or 0.1 s: who has none yet is left out of the step.
-5. `matcher.finished`: the answer is complete, and the request ends ("stop") without waiting for an
-   end of sequence, also where `ignore_eos` or `min_tokens` would go on.
+2. A worker thread advances the grammar by the tokens of a step: `matcher.advance(token)` for each
+chosen token; then `forced = matcher.forced()`, tokens that need no sampling and enter the next step
+as a chunk of known tokens, and `advance` for each of them. 3. While the device computes a step's
+logits, the same thread writes `matcher.mask(row)` into the row of a `uint32[batch, words]` array;
+rows of unconstrained requests are all ones. 4. The sampler adds -inf where `mask[row, v // 32] >>
+(v % 32) & 1` is 0, before anything else. A mask takes 0.1 ms to 0.1 s: a request whose mask is not
+ready is left out of the step. 5. `matcher.finished`: the answer is complete, and the request ends
+("stop") without waiting for an end of sequence, also where `ignore_eos` or `min_tokens` would go
+on.
 
-Forced tokens change nothing but the speed: masks would allow only them. Both follow from the tokens
-of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
+Forced tokens only change the speed: masks would allow only them. Both depend only on the tokens of
+the answer. For drafts: `fork`, or `advance` and `rollback`.
 """
 
 from jinfer.sampling.request_errors import ConstraintError

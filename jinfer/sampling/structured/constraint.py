@@ -1,4 +1,4 @@
-"""Constraints: grammars compiled for a vocabulary, cached, from which answers start."""
+"""Constraints: grammars compiled for a vocabulary (in a sandbox if risky), and their cache."""
 
 from __future__ import annotations
 
@@ -6,26 +6,121 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock, RLock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from jinfer.progress import task
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.grammar_ends import endless_rule
-from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
+from jinfer.sampling.structured.grammar_source import GrammarSource, Kind, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
-from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, compile_sandboxed
 from jinfer.sampling.structured.token_trie import Vocabulary, forget_vocabulary, vocabulary
-from jinfer.sampling.structured.vocab_coverage import find_answer
+from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.tokenizer import Tokenizer
 
-MAX_CACHED = 64  # compiled constraints, those used last
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+TRIAL_SECONDS = 2  # CPU seconds
+TRIAL_BYTES = 2 << 30
+
+_MAX_ANSWER = 64 << 20  # maximum bytes of messages
+_CHILD = "jinfer.sampling.structured.sandboxed_compile_child"
+
+
+class UnfinishedError(ConstraintError):
+    """A compilation was stopped; on a less busy machine it might have finished."""
+
+
+def compile_sandboxed(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
+    """Compiles grammars in a child process with limits on time and memory.
+
+    Args:
+        grammars: llguidance's grammars.
+        limits: arguments of its `LLParserLimits`.
+
+    Returns:
+        llguidance's messages; empty: no error.
+
+    Raises:
+        UnfinishedError: the grammars need more than `TRIAL_SECONDS` or `TRIAL_BYTES`.
+    """
+    child = SandboxedProcess(_CHILD, memory=TRIAL_BYTES, answer_bytes=_MAX_ANSWER)
+    try:
+        messages: list[str] = child.ask([grammars, dict(limits)], TRIAL_SECONDS)
+    except SandboxError:
+        raise UnfinishedError(
+            f"takes more than {TRIAL_SECONDS} s or {TRIAL_BYTES >> 30} GiB to compile; use fewer or"
+            " simpler patterns and smaller counts"
+        ) from None
+    finally:
+        child.close()
+    return messages
+
+
+MAX_STEPS = 500
+_CLOSING = b'}]")>,:.0123456789'  # closing characters, the likeliest first
+_ALIKE = 64  # candidates that are ordered by number of trials
+_RANKED: WeakKeyDictionary[Vocabulary, np.ndarray] = WeakKeyDictionary()
+
+
+def find_answer(matcher: Matcher, vocabulary: Vocabulary) -> bool:
+    """Looks for one answer that the vocabulary can write.
+
+    Depth first: short closing tokens first, often tried tokens last. It may miss an existing
+    answer; if it finds none, the vocabulary can write hardly any answer.
+    """
+    rank = _ranked(vocabulary)
+    words = np.zeros(-(-vocabulary.size // 32), np.uint32)
+    seen: dict[int, int] = {}
+    waiting: list[list[int]] = []  # per depth: tokens still to be tried
+    for _ in range(MAX_STEPS):
+        if matcher.may_end:
+            return True
+        try:
+            matcher.mask(words)
+        except ConstraintError:
+            words[:] = 0
+            matcher = matcher.fork()
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        first = rank[bits[rank] > 0][:_ALIKE].tolist()
+        waiting.append(sorted(first, key=lambda id: seen.get(id, 0) // 4))
+        while waiting and not waiting[-1]:
+            waiting.pop()
+            if waiting:
+                matcher.rollback(1)
+        if not waiting:
+            return False
+        token = waiting[-1].pop(0)
+        seen[token] = seen.get(token, 0) + 1
+        matcher.advance(token)
+    return False
+
+
+def _ranked(vocabulary: Vocabulary) -> Int[np.ndarray, " ids"]:
+    """Returns the ids of text tokens, in the order of trials."""
+    if (known := _RANKED.get(vocabulary)) is not None:
+        return known
+
+    def key(id: int) -> tuple[int, int]:
+        data = vocabulary.tokens[id]
+        closing = _CLOSING.find(data)
+        return len(data), closing if closing >= 0 else len(_CLOSING)
+
+    ids = (i for i, data in enumerate(vocabulary.tokens) if data)
+    found = _RANKED[vocabulary] = np.array(sorted(ids, key=key))
+    return found
+
+
+MAX_CACHED = 64  # maximum cached constraints (LRU)
 
 # llguidance's limits on the work of compiling, and of a mask.
 LIMITS: dict[str, Any] = {
@@ -37,19 +132,21 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-# For constraints that exceed them; these are compiled one after the other.
+# For constraints that exceed these limits; they are compiled one after the other.
 GREAT = LIMITS | {"initial_lexer_fuel": 1_000_000}
 
 _COMPILES_GREAT = Lock()
 _TOO_GREAT = re.compile("initial lexer configuration|initial_lexer_fuel|fuel exhausted|expressions")
 
-_SEARCH_SECONDS = 1.0  # to find the part of a schema that is wrong
+_SEARCH_SECONDS = 1.0  # to find the invalid part of a schema
 
 
 class Constraint:
     """A compiled constraint; thread-safe."""
 
-    def __init__(self, source: Source, vocabulary: Vocabulary, *, leading_space: bool) -> None:
+    def __init__(
+        self, source: GrammarSource, vocabulary: Vocabulary, *, leading_space: bool
+    ) -> None:
         """Compiles; see `compile_constraint`."""
         self.kind: Kind = source.kind
         self._vocabulary = vocabulary
@@ -77,8 +174,8 @@ class Constraint:
             state = self._compiled.deep_copy()
         return Matcher(self.kind, self._vocabulary, state, self._renew, self._turns)
 
-    def _first_error(self, source: Source) -> str:
-        """Compiles and computes the first mask; llguidance's error message, or an empty text."""
+    def _first_error(self, source: GrammarSource) -> str:
+        """Compiles and computes the first mask; returns llguidance's error message, or ""."""
         if source.risky:
             try:
                 (message,) = compile_sandboxed([self._grammar], GREAT)
@@ -116,7 +213,7 @@ class Constraint:
             return []
 
     def _renew(self) -> LLMatcher:
-        """A matcher at the start with a new automaton, which later answers share."""
+        """Makes a matcher at the start with a new automaton, which later answers share."""
         fresh = self._compile(self._grammar)
         with self._lock:
             self._compiled = fresh
@@ -124,10 +221,10 @@ class Constraint:
 
 
 def _error_of(matcher: LLMatcher, can_write: bool = True) -> str:
-    """llguidance's error message at the start of an answer, or an empty text.
+    """Returns llguidance's error message at the start of an answer, or "".
 
-    The start goes on to the first token that is not forced: forced tokens cost as much as a mask
-    may, for each answer again.
+    The start extends to the first token that is not forced: forced tokens may cost as much as a
+    mask, in every answer.
     """
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -139,7 +236,7 @@ def _error_of(matcher: LLMatcher, can_write: bool = True) -> str:
     if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
         matcher.compute_bitmask()
     error = str(matcher.get_error())
-    # Where tokens are missing, other ones may spell what is forced.
+    # If tokens are missing, other tokens may spell the forced text.
     return error if can_write or "NoExtension" not in error else ""
 
 
@@ -149,14 +246,14 @@ def _example(vocabulary: Vocabulary) -> str:
 
 
 class _Cache:
-    """Least-recently-used cache of constraints, and of the errors of those that do not compile."""
+    """LRU cache of constraints, and of errors of constraints that do not compile."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._constraints: OrderedDict[Any, Future[Constraint | str]] = OrderedDict()
 
     def get(self, key: Any, make: Callable[[], Constraint]) -> Constraint:
-        """The constraint of a key; waits for another thread that is compiling it."""
+        """Returns the constraint of a key; waits for another thread that is compiling it."""
         with self._lock:
             found = self._constraints.get(key)
             makes = found is None
@@ -200,7 +297,7 @@ _CACHE = _Cache()
 
 
 def forget_constraints(tokenizer: Tokenizer) -> None:
-    """Frees what is cached for a tokenizer: its model was closed."""
+    """Frees the cached constraints and trie of a tokenizer, whose model was closed."""
     _CACHE.forget(tokenizer)
     forget_vocabulary(tokenizer)
 
@@ -214,7 +311,7 @@ def compile_constraint(
     grammar: str | None = None,
     at_text_start: bool = False,
 ) -> Constraint:
-    """A constraint on the answers of a model with this tokenizer; exactly one must be given.
+    """Compiles a constraint on answers of a model with this tokenizer; one argument is required.
 
     The last `MAX_CACHED` are cached. Thread-safe; while it compiles, other threads run Python.
 
@@ -227,15 +324,15 @@ def compile_constraint(
             prompt), so a tokenizer that begins texts with a space may do so.
 
     Raises:
-        ConstraintError: one line: what is unsupported or wrong, and where.
+        ConstraintError: one line with the unsupported or invalid part and its location.
     """
-    given: dict[Kind, Any] = {
+    sources: dict[Kind, Any] = {
         "json_schema": json_schema,
         "regex": regex,
         "choice": choice,
         "grammar": grammar,
     }
-    source = source_of(given)
+    source = source_of(sources)
     leading_space = at_text_start and tokenizer.strip_space
     with task("compiling the grammar", level=logging.DEBUG):
         words = vocabulary(tokenizer)

@@ -1,7 +1,7 @@
-"""Whether all rules of a Lark grammar have an end. llguidance finds a dead end when it is in it.
+"""Checks that all rules of a Lark grammar have an end; llguidance only notices inside a dead end.
 
-An alternative has none where a terminal of it matches no text, or where it always needs itself.
-What is not understood here counts as having one.
+An alternative has no end if one of its terminals matches no text, or if it always needs itself.
+Constructs that are not understood here count as having an end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN = re.compile(
 )
 _MAYBE_EMPTY = re.compile(r"\[\^|&|--|~|\\P")
 
-# Sequences, of which one is needed: names of rules, regexes, other choices; None is anything else.
+# Alternatives, each a sequence of names of rules, regexes, other choices; None: anything else.
 type Choice = list[list[str | Choice | None]]
 
 
@@ -35,11 +35,11 @@ class _Rules:
 
 
 def endless_rule(grammar: str, empty: Callable[[str], bool]) -> str | None:
-    """A rule with an alternative that has no end; None if there is none.
+    """Finds a rule with an alternative that has no end; None: all rules have ends.
 
     Args:
         grammar: a Lark grammar that compiles.
-        empty: whether another one matches nothing.
+        empty: whether a grammar matches nothing.
     """
     read = _read(grammar)
     every = "\n".join(read.terminals.values())
@@ -68,7 +68,7 @@ def endless_rule(grammar: str, empty: Callable[[str], bool]) -> str | None:
         for name, choice in read.rules.items()
         if not all(all(map(has_end, sequence)) for sequence in _sequences(choice))
     ]
-    # Others may only lead to one that has no end at all.
+    # Prefer a rule without any end: other rules may only lead to it.
     return next((name for name in reversed(bad) if name not in found), bad[0] if bad else None)
 
 
@@ -81,12 +81,12 @@ def _sequences(choice: Choice) -> Iterator[list[str | Choice | None]]:
 
 
 def _read(grammar: str) -> _Rules:
-    read, place, begun = _Rules(), 0, ("", 0)
+    read, position, begun = _Rules(), 0, ("", 0)
     open_choices: list[Choice] = [[[]]]
-    while place < len(grammar):
-        token = _TOKEN.match(grammar, place)
+    while position < len(grammar):
+        token = _TOKEN.match(grammar, position)
         assert token is not None, "anything is a token"
-        kind, place = token.lastgroup, token.end()
+        kind, position = token.lastgroup, token.end()
         here = open_choices[-1]
         if kind == "head":
             _end(read, begun, grammar[begun[1] : token.start()])
@@ -94,7 +94,7 @@ def _read(grammar: str) -> _Rules:
             if not begun[0].isupper():
                 read.rules[begun[0]] = open_choices[0]
         elif kind == "nested":
-            place = json.JSONDecoder().raw_decode(grammar, place)[1]
+            position = json.JSONDecoder().raw_decode(grammar, position)[1]
             here[-1].append(None)
         elif kind == "or":
             here.append([])

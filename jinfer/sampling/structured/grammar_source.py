@@ -17,21 +17,21 @@ MAX_CHARACTERS = 1 << 20
 
 Kind = Literal["json_schema", "regex", "choice", "grammar"]
 
-_SMALL = 1 << 16  # characters that compile in well under a second, whatever they say
+_SMALL = 1 << 16  # characters of any content that compile in well under a second
 _SMALL_REGEX = 1 << 12
 _SMALL_MULTIPLE = 1_000
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 @dataclass(frozen=True)
-class Source:
+class GrammarSource:
     """A constraint that is not compiled yet.
 
     Attributes:
-        kind: the parameter that gave it.
-        body: for llguidance: a JSON schema's text, or a Lark grammar.
-        risky: that its compilation might need more time than there is cannot be excluded.
-        written: characters that an answer may have to have.
+        kind: the request's parameter.
+        body: a JSON schema's text, or a Lark grammar, for llguidance.
+        risky: whether its compilation might take too long.
+        written: characters that an answer may need.
     """
 
     kind: Kind
@@ -40,11 +40,11 @@ class Source:
     written: str
 
     def grammar(self, *, forcing: bool = True, leading_space: bool = False) -> str:
-        """llguidance's list of grammars.
+        """Returns llguidance's list of grammars.
 
         Args:
-            forcing: what the grammar forces may be tokenized at once.
-            leading_space: one space may stand before the answer.
+            forcing: whether forced text may be tokenized at once.
+            leading_space: whether a space may precede the answer.
         """
         inner: dict[str, Any] = {"name": "answer"}
         if self.kind == "json_schema":
@@ -60,23 +60,22 @@ class Source:
         return json.dumps({"grammars": [{"lark_grammar": outer}, inner]})
 
 
-def source_of(given: Mapping[Kind, Any]) -> Source:
-    """The one constraint among the parameters of a request.
+def source_of(sources: Mapping[Kind, Any]) -> GrammarSource:
+    """Returns the only constraint among the parameters of a request.
 
     Args:
-        given: what is None was not asked for.
+        sources: parameter -> value; None: not set.
 
     Raises:
-        ConstraintError: none or more than one, of the wrong type, too long, or a schema that
-            cannot be kept.
+        ConstraintError: no constraint or several, a wrong type, too long, or an unsupported schema.
     """
-    asked = [(kind, value) for kind, value in given.items() if value is not None]
-    if len(asked) != 1:
-        names = ", ".join(kind for kind, _ in asked) or "none"
+    requested = [(kind, value) for kind, value in sources.items() if value is not None]
+    if len(requested) != 1:
+        names = ", ".join(kind for kind, _ in requested) or "none"
         raise ConstraintError(
             f"one of json_schema, regex, choice and grammar must be given, not {names}"
         )
-    ((kind, value),) = asked
+    ((kind, value),) = requested
     if kind == "choice":
         _check_choice(value)
     elif kind != "json_schema":
@@ -84,11 +83,15 @@ def source_of(given: Mapping[Kind, Any]) -> Source:
     if kind == "json_schema":
         return _schema_source(value)
     if kind == "regex":
-        return Source(kind, _regex_grammar(value), len(value) > _SMALL_REGEX, value)
+        return GrammarSource(kind, _regex_grammar(value), len(value) > _SMALL_REGEX, value)
     if kind == "choice":
-        return Source(kind, _regex_grammar("|".join(map(_escaped, value))), False, "".join(value))
+        return GrammarSource(
+            kind, _regex_grammar("|".join(map(_escaped, value))), False, "".join(value)
+        )
     lark = _lark(value)
-    return Source(kind, lark, len(lark) > _SMALL or any(sign in lark for sign in "&~%"), lark)
+    return GrammarSource(
+        kind, lark, len(lark) > _SMALL or any(sign in lark for sign in "&~%"), lark
+    )
 
 
 def _check_choice(value: Any) -> None:
@@ -116,14 +119,14 @@ def _too_long(kind: Kind) -> ConstraintError:
     return ConstraintError(f"{kind} is longer than {MAX_CHARACTERS} characters")
 
 
-def _schema_source(value: Any) -> Source:
+def _schema_source(value: Any) -> GrammarSource:
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:
         raise _too_long("json_schema")
     schema = prepare_schema(value)
     body = json.dumps(schema)
     if len(body) > MAX_CHARACTERS:
         raise _too_long("json_schema")
-    return Source("json_schema", body, len(body) > _SMALL or _has_risky_keyword(schema), "")
+    return GrammarSource("json_schema", body, len(body) > _SMALL or _has_risky_keyword(schema), "")
 
 
 def _has_risky_keyword(schema: Any) -> bool:
@@ -140,7 +143,7 @@ def _has_risky_keyword(schema: Any) -> bool:
 
 
 def _regex_grammar(regex: str) -> str:
-    """A Lark grammar of one terminal, which a slash or a line break would end."""
+    """Returns a Lark grammar of one terminal, in which slashes and line breaks are escaped."""
     if not re.fullmatch(r"(?:\\.|[^\\])*", regex, re.DOTALL):
         raise ConstraintError(f"regex {short(regex)!r}: ends in a backslash that escapes nothing")
     if "\n" in regex and re.search(r"\(\?[a-zA-Z]*x", regex):
@@ -150,12 +153,12 @@ def _regex_grammar(regex: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regex of one text."""
+    """Returns a regex of one text."""
     return re.sub(r"[^\w ]", lambda m: rf"\x{{{ord(m[0]):x}}}", text)
 
 
 def _lark(grammar: str) -> str:
-    """The grammar; of one in llama.cpp's notation (GBNF, `root ::= …`), its translation."""
+    """Returns the grammar, translated if it is in llama.cpp's notation (GBNF, `root ::= …`)."""
     if not grammar.strip():
         raise ConstraintError("grammar is empty")
     if "::=" not in grammar:
@@ -164,12 +167,12 @@ def _lark(grammar: str) -> str:
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise ConstraintError("grammar is nested too deeply") from None
-    except Exception as error:  # the translator has no error class of its own for every mistake
+    except Exception as error:  # the translator raises various exceptions
         raise ConstraintError(f"grammar (GBNF): {short(str(error), 200)}") from None
 
 
 def _with_schemas(lark: str) -> str:
-    """The grammar with its JSON schemas prepared, as those of requests are."""
+    """Prepares the JSON schemas in a grammar like those of requests."""
     done, end = "", 0
     for found in re.finditer(r"%json\s*(?={)", lark):
         if found.start() < end:

@@ -1,7 +1,7 @@
-"""JSON schemas, prepared for llguidance: what it cannot enforce is an error with its location.
+"""JSON schemas, prepared for llguidance: an unsupported keyword is an error with its location.
 
 Schemas are those of JSON Schema 2020-12 and of the older drafts where these agree. llguidance
-compiles most of them; this module finds what it would misread or only find out too late.
+compiles most of them; this module finds those that it would misread or reject too late.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jinfer.sampling.structured.property_names import (
     without_empty_names,
 )
 
-MAX_DEPTH = 100  # of lists and objects in each other; llguidance's own limit is a little higher
+MAX_DEPTH = 100  # nesting of lists and objects; llguidance's own limit is a little higher
 MAX_PROPERTIES = 2_000  # of one object: the grammar of optional ones grows with their square
 MAX_PATTERNS = 100  # of all names: each pair of one object is intersected
 MAX_MULTIPLE = 100_000  # the automaton has a state for each remainder
 MAX_BOUND = 2**63 - 1024  # the greatest float that is a 64-bit integer
 
 # After a brace, a comma or a colon: nothing, a space, or a line break and an indentation. A model
-# that may write any amount of white space sometimes writes nothing else.
+# that may write any amount of white space sometimes writes only that.
 WHITESPACE = r" |\r?\n[ \t]{0,20}"
 
 _ONE = ("additionalProperties", "additionalItems", "items")  # keywords whose value is a schema
@@ -60,28 +60,28 @@ _LOWER = ("minimum", "exclusiveMinimum")
 _TYPES = frozenset(["null", "boolean", "object", "array", "number", "string", "integer"])
 
 
-def prepare_schema(given: Any) -> Any:
-    """A schema that llguidance reads as it is meant.
+def prepare_schema(schema: Any) -> Any:
+    """Prepares a schema so that llguidance reads it as intended.
 
     Args:
-        given: a schema, its JSON text, or True for any JSON object.
+        schema: a schema, its JSON text, or True for any JSON object.
 
     Returns:
         a copy with numeric bounds that floats can hold, `uniqueItems: false` left out, and the
         white space of `WHITESPACE` unless `x-guidance` in it says otherwise.
 
     Raises:
-        ConstraintError: not a schema, or a keyword that is not supported; with its place.
+        ConstraintError: not a schema, or an unsupported keyword, with its location.
     """
-    schema = {"type": "object"} if given is True else copied(given)
+    schema = {"type": "object"} if schema is True else copied(schema)
     if schema is True:
         schema = {}
     if schema is False:
         raise ConstraintError("json_schema: false allows no answer at all")
     if not isinstance(schema, dict):
         raise ConstraintError(f"json_schema must be an object, not {short(json.dumps(schema))}")
-    for place, part in subschemas(schema):
-        _check(place, part)
+    for pointer, part in subschemas(schema):
+        _check(pointer, part)
     _settle_names(schema)
     options = schema.setdefault("x-guidance", {})
     if isinstance(options, dict):
@@ -100,24 +100,24 @@ def _has_control_characters(schema: dict[str, Any]) -> bool:
     r"""Whether an answer may have to have an escape such as \u0001.
 
     Raises:
-        ConstraintError: names could be escaped too, so that one passes for another.
+        ConstraintError: names could be escaped too, so that a name could equal another.
     """
-    parts = [(place, part) for place, part in subschemas(schema) if isinstance(part, dict)]
+    parts = [(pointer, part) for pointer, part in subschemas(schema) if isinstance(part, dict)]
     if not any(needs_escapes(part) for _, part in parts):
         return False
-    for place, part in parts:
+    for pointer, part in parts:
         named = part.keys() & {"properties", "patternProperties", "required"}
         if named and part.get("additionalProperties") is not False:
             raise ConstraintError(
-                f"json_schema{at(place)}: additionalProperties must be false in a schema whose"
+                f"json_schema{at(pointer)}: additionalProperties must be false in a schema whose"
                 " const, enum or pattern needs control characters"
             )
     return True
 
 
 def _settle_names(schema: dict[str, Any]) -> None:
-    """Turns patterns of names that match few names into `properties`; refuses what cannot be."""
-    parts = [(place, part) for place, part in subschemas(schema) if isinstance(part, dict)]
+    """Turns patterns that match few names into `properties`; rejects others."""
+    parts = [(pointer, part) for pointer, part in subschemas(schema) if isinstance(part, dict)]
     patterns = {name for _, part in parts for name in part.get("patternProperties", ())}
     if not patterns:
         return
@@ -134,40 +134,45 @@ def _settle_names(schema: dict[str, Any]) -> None:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Whether llguidance has to intersect schemas of several places."""
-    places = [schema.get("allOf", ()), schema.keys() & {"$ref", "anyOf", "oneOf", "const", "enum"}]
-    return sum(map(len, places)) + bool(schema.keys() & _TOGETHER) > 1
+    """Whether llguidance has to intersect several schemas."""
+    combinators = [
+        schema.get("allOf", ()),
+        schema.keys() & {"$ref", "anyOf", "oneOf", "const", "enum"},
+    ]
+    return sum(map(len, combinators)) + bool(schema.keys() & _TOGETHER) > 1
 
 
-def subschemas(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(JSON pointer, schema) of a schema and of all in it, each before its parts, in order."""
-    waiting = [(place, schema)]
+def subschemas(schema: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (JSON pointer, schema) of a schema and its parts, each before its own parts."""
+    waiting = [(pointer, schema)]
     while waiting:
-        place, part = waiting.pop()
-        yield place, part
+        pointer, part = waiting.pop()
+        yield pointer, part
         if isinstance(part, dict):
-            waiting += reversed(list(_parts(place, part)))
+            waiting += reversed(list(_parts(pointer, part)))
 
 
-def at(place: str) -> str:
-    """A place in a schema for an error; nothing for the whole schema."""
-    return f" at {re.sub(r'[^ -\U0010ffff]', lambda m: repr(m[0])[1:-1], place)}" if place else ""
+def at(pointer: str) -> str:
+    """Formats a location in a schema for an error; "" for the whole schema."""
+    return (
+        f" at {re.sub(r'[^ -\U0010ffff]', lambda m: repr(m[0])[1:-1], pointer)}" if pointer else ""
+    )
 
 
-def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _parts(pointer: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             for name, part in value.items():
-                yield f"{place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", part
+                yield f"{pointer}/{key}/{name.replace('~', '~0').replace('/', '~1')}", part
         elif key in _LISTS and isinstance(value, list):
             for number, part in enumerate(value):
-                yield f"{place}/{key}/{number}", part
+                yield f"{pointer}/{key}/{number}", part
         elif key in _ONE:
-            yield f"{place}/{key}", value
+            yield f"{pointer}/{key}", value
 
 
 def copied(given: Any) -> Any:
-    """A schema, or its JSON text, as values of its own. Raises `ConstraintError`."""
+    """Copies a schema, or parses its JSON text. Raises `ConstraintError`."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
         copy = json.loads(text)
@@ -194,17 +199,17 @@ def _too_deep() -> str:
     return f"json_schema: lists and objects are nested deeper than {MAX_DEPTH}"
 
 
-def _check(place: str, schema: Any) -> None:
-    """Refuses what is wrong in one schema, without its parts, and mends its bounds."""
+def _check(pointer: str, schema: Any) -> None:
+    """Rejects errors in one schema, without its parts, and corrects its bounds."""
 
     def refuse(key: str, wrong: str) -> ConstraintError:
-        return ConstraintError(f"json_schema{at(place)}: {key} {wrong}")
+        return ConstraintError(f"json_schema{at(pointer)}: {key} {wrong}")
 
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise ConstraintError(
-            f"json_schema{at(place)}: a schema must be an object, true or false, not"
+            f"json_schema{at(pointer)}: a schema must be an object, true or false, not"
             f" {short(json.dumps(schema))}"
         )
     if schema.get("uniqueItems") is False:
@@ -238,7 +243,7 @@ def _check(place: str, schema: Any) -> None:
     _check_reference(schema, refuse)
     _mend_numbers(schema, refuse)
     if not isinstance(schema.get("items"), list):
-        schema.pop("additionalItems", None)  # means nothing then
+        schema.pop("additionalItems", None)  # no effect then
     _gather(schema)
     _check_literals([schema.get("const")], "const", refuse)
     _check_literals(schema.get("enum", []), "enum", refuse)
@@ -253,7 +258,7 @@ def _check(place: str, schema: Any) -> None:
 
 
 def _gather(schema: dict[str, Any]) -> None:
-    """Moves keywords that mean something together to the place of their first."""
+    """Moves keywords that depend on each other to the position of the first."""
     together = [key for key in schema if key in _TOGETHER]
     for key in list(schema):
         keys = together if together and key == together[0] else [key]
@@ -262,7 +267,7 @@ def _gather(schema: dict[str, Any]) -> None:
 
 
 def _check_literals(values: list[Any], key: str, refuse: Any) -> None:
-    """Refuses numbers that llguidance, which reads them as floats, would write differently."""
+    """Rejects numbers that llguidance, which reads floats, would write differently."""
     waiting = list(values)
     while waiting:
         value = waiting.pop()
@@ -286,7 +291,7 @@ def _check_reference(schema: dict[str, Any], refuse: Any) -> None:
 
 def _mend_numbers(schema: dict[str, Any], refuse: Any) -> None:
     for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(exclusive := schema.get(key), bool):  # as draft 4 has it
+        if isinstance(exclusive := schema.get(key), bool):  # draft 4's form
             del schema[key]
             if exclusive and bound in schema:
                 schema[key] = schema.pop(bound)
@@ -298,26 +303,26 @@ def _mend_numbers(schema: dict[str, Any], refuse: Any) -> None:
         if key in schema:
             if schema[key] < -MAX_BOUND:
                 raise refuse(key, f"must be at least {-MAX_BOUND}")
-            schema[key] = _at_most(min(schema[key], MAX_BOUND))
+            schema[key] = _bounded(min(schema[key], MAX_BOUND))
     for key in _LOWER:
         if key in schema:
             if schema[key] > MAX_BOUND:
                 raise refuse(key, f"must be at most {MAX_BOUND}")
-            schema[key] = -_at_most(min(-schema[key], MAX_BOUND))
+            schema[key] = -_bounded(min(-schema[key], MAX_BOUND))
     if "multipleOf" in schema and not 0 < schema["multipleOf"] <= MAX_MULTIPLE:
         raise refuse("multipleOf", f"must be above 0, and at most {MAX_MULTIPLE}")
 
 
-def _at_most(value: int | float) -> int | float:
-    """The value, or the next below it that a float holds."""
+def _bounded(value: int | float) -> int | float:
+    """Returns the value, or the next lower number that a float holds."""
     if isinstance(value, int) and int(near := float(value)) != value:
         return near if near < value else math.nextafter(near, -math.inf)
     return value
 
 
-def fragment(place: str) -> str:
-    """A JSON pointer as the fragment of a URI, which may have been one already."""
-    return quote(place, safe="/%~!$&'()*+,;=:@?")
+def fragment(pointer: str) -> str:
+    """Encodes a JSON pointer as a URI fragment, unless it is encoded already."""
+    return quote(pointer, safe="/%~!$&'()*+,;=:@?")
 
 
 def _is_whole(value: Any) -> bool:
@@ -327,12 +332,12 @@ def _is_whole(value: Any) -> bool:
 
 
 def _drop_endless(schema: dict[str, Any]) -> bool:
-    """Takes away references to what never ends; whether the whole schema has an answer that does.
+    """Removes references to endless schemas; returns whether the whole schema has a finite answer.
 
     Every other keyword counts as satisfiable. The least fixed point over the schemas that `$ref`
-    names: each starts as endless, and is not once its own required parts are not.
+    names: each starts as endless, and becomes finite once its required parts are finite.
     """
-    places = {f"#{fragment(place)}": part for place, part in subschemas(schema)}
+    by_pointer = {f"#{fragment(pointer)}": part for pointer, part in subschemas(schema)}
     finite: set[str] = set()
 
     def ends(part: Any) -> bool:
@@ -341,7 +346,7 @@ def _drop_endless(schema: dict[str, Any]) -> bool:
         if "const" in part or "enum" in part:
             return True
         target = part.get("$ref")
-        if target in places and target not in finite:
+        if target in by_pointer and target not in finite:
             return False
         if not all(map(ends, part.get("allOf", []))):
             return False
@@ -358,13 +363,13 @@ def _drop_endless(schema: dict[str, Any]) -> bool:
         return True
 
     targets = {
-        part["$ref"] for part in places.values() if isinstance(part, dict) and "$ref" in part
+        part["$ref"] for part in by_pointer.values() if isinstance(part, dict) and "$ref" in part
     }
-    waiting = {target: places[target] for target in targets if target in places}
+    waiting = {target: by_pointer[target] for target in targets if target in by_pointer}
     while found := {target for target, part in waiting.items() if ends(part)}:
         finite |= found
         waiting = {target: part for target, part in waiting.items() if target not in finite}
-    for part in places.values():
+    for part in by_pointer.values():
         if isinstance(part, dict) and part.get("$ref") in waiting:
             part.clear()
             part["anyOf"] = []

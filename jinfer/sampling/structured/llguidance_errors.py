@@ -1,4 +1,4 @@
-"""llguidance's error messages, which may have many lines, as one line of jinfer's."""
+"""llguidance's error messages, translated to one line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from jinfer.sampling.request_errors import ConstraintError, short
-from jinfer.sampling.structured.grammar_source import Kind, Source
+from jinfer.sampling.structured.grammar_source import GrammarSource, Kind
 from jinfer.sampling.structured.json_schema import at, fragment, subschemas
 
 NOTHING = "allows no answer at all"
 
-_MOST_CHARACTERS = 1 << 20  # of all schemas that are tried to find the wrong part of one
+_MOST_CHARACTERS = 1 << 20  # total size of schemas that are tried to find the invalid part
 
 _IMPOSSIBLE = re.compile("Unsatisfiable|Regex is empty|NoExtension")
 
 _FORCED = "too much forced"
 
-# What a message says -> what it means. The first that is found counts.
+# Pattern of a message -> translation. The first match applies.
 _MEANINGS = (
     (r"NoExtension", NOTHING),
     (
@@ -37,7 +37,7 @@ _MEANINGS = (
     (r"Failed to generate regex for (\w+) range: (.*)", r"minimum and maximum of \1: \2"),
     (r"Resource '(.*)' is not present", r"$schema or $ref names \1, which is not at hand"),
     (r"Pointer '(.*)' does not exist", r"$ref to #\1, which the schema does not have"),
-    (r"circular references", "$ref to itself beside other keywords is not supported"),
+    (r"circular references", "$ref to itself with other keywords is not supported"),
     (r"Schema intersection stack", "$ref leads back to itself through anyOf, oneOf or allOf"),
     (r"schema too large", "it has more parts than are supported once $ref and allOf are resolved"),
     (r"Current row has", "it leaves too many alternatives open at one place"),
@@ -59,21 +59,21 @@ _MEANINGS = (
 )
 
 
-def too_much_forced(most: int) -> str:
-    """A message as llguidance might have it, of a grammar that forces more bytes than these."""
-    return f"{_FORCED}: {most}"
+def too_much_forced(limit: int) -> str:
+    """Returns a message in llguidance's form for a grammar that forces more than `limit` bytes."""
+    return f"{_FORCED}: {limit}"
 
 
 def one_line(kind: Kind, message: str) -> str:
-    """What is wrong, in one line.
+    """Translates an error to one line.
 
     Args:
         kind: the parameter of the request.
-        message: llguidance's.
+        message: llguidance's message.
     """
-    reason = re.search(r"^error: (.*)", message, re.MULTILINE)  # of the regex parser, at the end
-    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", message)
-    what = message[place.end() :] if place else message
+    reason = re.search(r"^error: (.*)", message, re.MULTILINE)  # the regex parser's, at the end
+    position = re.match(r"(?:at )?(\d+)\((\d+)\): ", message)
+    what = message[position.end() :] if position else message
     if reason and kind in ("regex", "json_schema"):
         word = "pattern: " if kind == "json_schema" else ""
         return f"{word}{reason[1]}{_caret(message)}"
@@ -84,56 +84,59 @@ def one_line(kind: Kind, message: str) -> str:
             break
     if reason:
         what = f"{what.removesuffix(':')}: {reason[1]}"
-    if place and kind == "grammar":
-        what = f"line {place[1]}, column {place[2]}: {what}"
+    if position and kind == "grammar":
+        what = f"line {position[1]}, column {position[2]}: {what}"
     return short(what.strip(), 300) or "it cannot be compiled"
 
 
 def _caret(message: str) -> str:
-    """Where the regex parser points to."""
+    """Returns the location that the regex parser marks."""
     found = re.search(r"^    (.*)\n    ( *)\^", message, re.MULTILINE)
     return f" at {short(found[1][len(found[2]) :], 20)!r}" if found else ""
 
 
 def failure(
-    source: Source, message: str, errors_of: Callable[[list[str]], list[str]]
+    source: GrammarSource, message: str, errors_of: Callable[[list[str]], list[str]]
 ) -> ConstraintError:
-    """The error of a constraint that does not compile, with the place in a schema.
+    """Returns the error of a constraint that does not compile, with its location in a schema.
 
     Args:
-        errors_of: grammars -> llguidance's messages, empty for those that are fine; it may give
-            up before it has tried all.
+        errors_of: grammars -> llguidance's messages, "" for valid grammars; it may give up early.
     """
-    place = ""
+    pointer = ""
     if source.kind == "json_schema":
-        place, message = _place(json.loads(source.body), message, errors_of)
-    return ConstraintError(f"{source.kind}{at(place)}: {one_line(source.kind, message)}")
+        pointer, message = _wrong_part(json.loads(source.body), message, errors_of)
+    return ConstraintError(f"{source.kind}{at(pointer)}: {one_line(source.kind, message)}")
 
 
-def _place(
+def _wrong_part(
     schema: dict[str, Any], message: str, errors_of: Callable[[list[str]], list[str]]
 ) -> tuple[str, str]:
-    """JSON pointer of the innermost schema that fails alone, "" for the whole; its message.
+    """Finds the innermost schema that fails alone: its JSON pointer ("": the whole), the message.
 
-    Each part is compiled by itself, where `$ref` still finds the others.
+    Each part is compiled by itself; `$ref` still finds the other parts.
     """
     schema.pop("x-guidance", None)
-    parts = [place for place, part in subschemas(schema) if isinstance(part, dict)]
+    parts = [pointer for pointer, part in subschemas(schema) if isinstance(part, dict)]
     whole = _moved(schema)
     parts = parts[: _MOST_CHARACTERS // len(json.dumps(whole))]
-    alone = [json.dumps({"whole": whole, "$ref": f"#/whole{fragment(place)}"}) for place in parts]
+    alone = [
+        json.dumps({"whole": whole, "$ref": f"#/whole{fragment(pointer)}"}) for pointer in parts
+    ]
     found = ""
-    messages = errors_of([Source("json_schema", body, False, "").grammar() for body in alone])
+    messages = errors_of(
+        [GrammarSource("json_schema", body, False, "").grammar() for body in alone]
+    )
     impossible = _IMPOSSIBLE.search(message)
-    for place, wrong in zip(parts, messages, strict=False):
-        # A part may allow nothing where it is optional.
-        if wrong and place.startswith(found) and (impossible or not _IMPOSSIBLE.search(wrong)):
-            found, message = place, wrong
+    for pointer, wrong in zip(parts, messages, strict=False):
+        # An optional part may allow nothing.
+        if wrong and pointer.startswith(found) and (impossible or not _IMPOSSIBLE.search(wrong)):
+            found, message = pointer, wrong
     return found, message.replace("/whole", "")
 
 
 def _moved(schema: Any) -> Any:
-    """The schema with references for where it stands as the part `whole` of another."""
+    """Adapts a schema's references to its position as the part `whole` of another schema."""
     if isinstance(schema, list):
         return [_moved(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Matchers: the state of one answer in its constraint, and the masks of the next token."""
+"""Matchers: an answer's state in its constraint, and the masks of its next token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jinfer.sampling.structured.token_trie import Vocabulary
 if TYPE_CHECKING:
     from jaxtyping import UInt
 
-# Bytes that a grammar may force at once; they are tokenized again for each mask among them.
+# Maximum bytes that a grammar may force at once; each mask among them tokenizes them again.
 MAX_FORCED = 1 << 14
 
 
 class Matcher:
-    """The tokens of one answer so far, and which may come next.
+    """The tokens of an answer so far, and the allowed next tokens.
 
     A matcher is not thread-safe; different matchers may be used in parallel. `mask` releases the
     GIL, so a worker thread can compute masks while another waits for the device. Matchers of the
-    same constraint share an automaton and wait for one another, as long as a mask takes; only
+    same constraint share an automaton and wait for each other for the time of a mask; only
     `finished` and `fork` never wait.
     """
 
@@ -43,9 +43,9 @@ class Matcher:
 
         Args:
             state: llguidance's matcher, at the start.
-            renew: makes another one, with an automaton that it shares with no matcher yet.
-            turns: the lock of the matchers that share an automaton. llguidance has its own, but
-                holds the GIL while it waits for it.
+            renew: makes another matcher with an unshared automaton.
+            turns: the lock of the matchers that share an automaton. llguidance's own lock holds the
+                GIL while it waits.
         """
         self._kind = kind
         self._vocabulary = vocabulary
@@ -54,7 +54,7 @@ class Matcher:
         self._turns = turns
         self._next: UInt[np.ndarray, " words"] | ConstraintError | None = None  # as computed
         self._tokens: list[int] = []
-        self._after_end = 0  # ends of sequence that came when nothing else could
+        self._after_end = 0  # accepted ends of sequence
         self._only_end = False  # as a mask has shown
         self._text = ~_bits(vocabulary.eos_ids, -(-vocabulary.size // 32))
 
@@ -65,7 +65,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end of sequence may come: the answer is complete.
+        """Whether the answer is complete: only an end of sequence may follow.
 
         True also for a vocabulary without an end of sequence.
         """
@@ -74,23 +74,23 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """The answer is complete, though it may go on; an end of sequence is allowed."""
+        """Whether an end of sequence is allowed; the answer may be able to continue."""
         if self.finished:
             return True
         with self._turns:
             return bool(self._state.is_accepting())
 
     def mask(self, out: UInt[np.ndarray, " words"]) -> None:
-        """Writes which tokens may come next: bit i % 32 of word i // 32 for token i.
+        """Writes the mask of allowed next tokens: bit i % 32 of word i // 32 for token i.
 
-        An end of sequence is allowed exactly where the constraint may end. Tokens that the
-        constraint forces are the only ones allowed (see `forced`).
+        An end of sequence is allowed exactly where the constraint may end. If the constraint forces
+        tokens, only they are allowed (see `forced`).
 
         Args:
             out: contiguous, with a bit for each token at least; bits beyond are cleared.
 
         Raises:
-            ConstraintError: no token goes on: the vocabulary cannot write what must come, or
+            ConstraintError: no token is allowed: the vocabulary cannot write the required text, or
                 the constraint is too complex here. The answer ends with this error.
             ValueError: `out` is of the wrong type or too short.
         """
@@ -111,7 +111,7 @@ class Matcher:
             self._only_end = True
 
     def _compute(self) -> UInt[np.ndarray, " words"]:
-        """llguidance's mask, whose end of sequence may be no token of the vocabulary."""
+        """Returns llguidance's mask; its end of sequence may be outside the vocabulary."""
         if self._next is None:
             with self._turns:
                 try:
@@ -125,7 +125,8 @@ class Matcher:
     def _computed(self) -> UInt[np.ndarray, " words"]:
         data = self._state.compute_bitmask()
         if self._state.is_error():
-            # Matchers of a constraint share an automaton, which may be full, or broken by another.
+            # The automaton that matchers of a constraint share may be full, or broken by another
+            # matcher.
             message = self._state.get_error()
             self._rebuild(self._renew())
             data = self._state.compute_bitmask()
@@ -137,11 +138,11 @@ class Matcher:
         return mask
 
     def nothing_left(self, ids: Sequence[int], rules: Sequence[str]) -> ConstraintError:
-        """The error of an answer that the request's own rules leave no token for.
+        """Returns the error of an answer for which the request's rules leave no token.
 
         Args:
-            ids: what the constraint allows next.
-            rules: the parameters that forbid it.
+            ids: tokens that the constraint allows next.
+            rules: the parameters that forbid them.
         """
         text = self._vocabulary.tokenizer.decode(ids[:1], skip_special=False)
         return ConstraintError(
@@ -176,32 +177,31 @@ class Matcher:
 
     def _consumes(self, token: int) -> bool:
         with self._turns:
-            taken = self._state.try_consume_tokens([token])
+            consumed = self._state.try_consume_tokens([token])
             if self._state.is_error():
                 self._rebuild(self._renew())
-                taken = self._state.try_consume_tokens([token])
-            return bool(taken == 1)
+                consumed = self._state.try_consume_tokens([token])
+            return bool(consumed == 1)
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, whatever the model; empty if several may.
+        """Returns the tokens that the constraint forces next; empty if several are allowed.
 
-        `mask` would allow each of them alone, one after the other. They are not part of the answer
-        until `advance` takes them.
+        `mask` would allow only each of them in turn. They become part of the answer by `advance`.
         """
         if self._state.is_stopped():
             return []
-        # The mask tells whether several may, and is computed without the GIL.
+        # The mask shows whether several are allowed, and is computed without the GIL.
         try:
             mask = self._compute()
         except ConstraintError:
-            return []  # as `mask` will say
+            return []  # `mask` will report the error
         if not _single(mask):
             return []
         with self._turns:
             return [int(token) for token in self._state.compute_ff_tokens()]
 
     def fork(self) -> Matcher:
-        """A copy of the matcher."""
+        """Copies the matcher."""
         other = copy(self)
         other._state = self._state.deep_copy()
         other._tokens = list(self._tokens)

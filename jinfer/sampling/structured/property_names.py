@@ -1,9 +1,9 @@
-"""Property names: which names patterns leave to an object, where these are few.
+"""Property names: patterns that match only few names become `properties`.
 
 llguidance writes a name by the regex of its pattern without the names of `properties`. It does not
-see where that leaves no name: it allows the comma before the name, after which nothing fits. So
-patterns that match nothing but names of the schema are turned into `properties`, which says the
-same, and so are additional properties where the patterns leave few names to them.
+notice if that leaves no name: it allows the comma before the name, after which no token fits. So
+patterns that match only names of the schema are turned into equivalent `properties`, and so are
+additional properties if the patterns leave them few names.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAYBE_CONTROL = re.compile(_CONTROL.pattern + r"|\\(?:[0cvpP]|x\{?0*[017]|u\{?0
 _QUOTE = ord('"')
 
 
-# As JSON spells them -> names.
-type Names = Mapping[bytes, str]
+# JSON spellings -> names.
+type SpelledNames = Mapping[bytes, str]
 
 
-def without_empty_names(part: dict[str, Any], names: Names) -> None:
+def without_empty_names(part: dict[str, Any], names: SpelledNames) -> None:
     """Turns the patterns of one object schema that match few names into `properties`.
 
     Args:
@@ -60,8 +60,8 @@ def without_empty_names(part: dict[str, Any], names: Names) -> None:
         del part["patternProperties"]
 
 
-def refuse_few_names(patterns: Iterable[str], names: Names) -> None:
-    """Refuses patterns that together leave few names or none, for objects that are merged."""
+def refuse_few_names(patterns: Iterable[str], names: SpelledNames) -> None:
+    """Rejects patterns that together leave few names or none, for objects that are merged."""
     if (every := _any_of(patterns)) and _only({every: False}, True, names) is not None:
         raise ConstraintError(
             "json_schema: patternProperties of several objects that match every name together are"
@@ -73,8 +73,8 @@ def _any_of(patterns: Iterable[str]) -> str:
     return "|".join(f"(?:{pattern})" for pattern in patterns)
 
 
-def property_names(parts: Iterable[Any]) -> Names:
-    """The names that schemas spell out, those in constants included."""
+def property_names(parts: Iterable[Any]) -> SpelledNames:
+    """Returns the names that schemas spell out, including names in constants."""
     found: set[str] = set()
     for part in parts:
         if isinstance(part, dict):
@@ -84,7 +84,7 @@ def property_names(parts: Iterable[Any]) -> Names:
 
 
 def needs_escapes(part: dict[str, Any]) -> bool:
-    """Whether a text that one schema demands may need an escape that is none of `ESCAPES`."""
+    """Whether a text that a schema requires may need an escape outside of `ESCAPES`."""
     waiting: list[Any] = [part.get("const"), part.get("enum")]
     while waiting:
         value = waiting.pop()
@@ -108,11 +108,11 @@ def _keys(value: Any) -> Iterator[str]:
             yield from _keys(inner)
 
 
-def _only(patterns: dict[str, bool], rest: bool, names: Names) -> list[str] | None:
-    """The names that an object's properties may have; None if they may have any but these.
+def _only(patterns: dict[str, bool], rest: bool, names: SpelledNames) -> list[str] | None:
+    """Returns the names that an object's properties may have; None: other names are possible.
 
-    Follows the names byte by byte. llguidance allows no byte after which no name is left, so that
-    a byte of none of them shows that there are others.
+    Follows the names byte by byte. llguidance allows no byte that leads to no name, so an allowed
+    byte outside these names shows that other names exist.
     """
     schema = {
         "type": "object",

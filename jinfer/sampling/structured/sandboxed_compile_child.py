@@ -1,4 +1,4 @@
-"""Child process of `sandboxed_compile`: compiles grammars, one of which may exhaust it."""
+"""Child process of `constraint.compile_sandboxed`: compiles grammars that may exhaust it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
 def answer(question: tuple[list[str], dict[str, Any]]) -> list[str]:
-    """llguidance's messages about grammars, compiled within limits; empty for those without one."""
+    """Compiles grammars within limits; returns llguidance's messages, "" for valid grammars."""
     os.nice(10)  # the server's threads come first
     grammars, limits = question
     trie = LLTokenizer("byte")

@@ -1,8 +1,8 @@
 """Schema relaxation: JSON schemas without the keywords that cannot be enforced.
 
-A schema that a client asks an answer to keep to is refused where that cannot be promised
-(`schema.prepare_schema`). The schema of a tool is meant for the model first: keeping to most of it
-is better than no call at all. Leaving a keyword out only ever allows more.
+A requested schema of an answer is rejected if it cannot be enforced (`json_schema.prepare_schema`).
+A tool's schema mainly informs the model: enforcing most of it is better than rejecting the call.
+Leaving a keyword out only allows more.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # look-around, word boundaries, b
 _TEXTS = ("format", "pattern")
 _COUNTS = ("minProperties", "maxProperties", "patternProperties")
 
-type Relaxed = tuple[Any, list[str]]  # a schema, and JSON pointers to what was left out of it
+type Relaxed = tuple[Any, list[str]]  # a schema, and JSON pointers to the removed parts
 
 
 def supported(schema: Any) -> Relaxed:
-    """A schema without the keywords that llguidance never enforces.
+    """Removes the keywords that llguidance never enforces.
 
     Raises:
         ConstraintError: it is no JSON.
     """
     schema, left_out = copied(schema), []
-    for place, part in subschemas(schema):
+    for pointer, part in subschemas(schema):
         if not isinstance(part, dict):
             continue
         for key in list(part):
@@ -35,12 +35,12 @@ def supported(schema: Any) -> Relaxed:
                 continue
             demand = part.pop(key)
             if (key, demand) != ("uniqueItems", False):
-                left_out.append(f"{place}/{key}")
+                left_out.append(f"{pointer}/{key}")
     return schema, left_out
 
 
 def relaxed(schema: Any, compiles: Callable[[Any], bool]) -> Relaxed:
-    """A schema without what prevents its compilation, as far as that can be found.
+    """Removes keywords that prevent a schema's compilation, as far as they can be found.
 
     Args:
         compiles: whether a schema can be compiled.
@@ -65,24 +65,24 @@ def _leaves(target: Any) -> bool:
 
 
 def _texts(schema: Any, compiles: Callable[[Any], bool]) -> Iterator[str]:
-    """Drops formats and patterns that are not known, each by itself."""
-    for place, part in subschemas(schema):
+    """Drops unknown formats and patterns one by one."""
+    for pointer, part in subschemas(schema):
         for key in _TEXTS:
             if isinstance(part, dict) and isinstance(value := part.get(key), str):
                 known = not (key == "pattern" and _AROUND.search(value))
                 if not (known and compiles({"type": "string", key: value})):
                     del part[key]
-                    yield f"{place}/{key}"
+                    yield f"{pointer}/{key}"
 
 
 def _objects(schema: Any, compiles: Callable[[Any], bool]) -> Iterator[str]:
-    """Takes any of what should be one, and any number of members."""
-    for place, part in subschemas(schema):
+    """Relaxes oneOf to anyOf, and removes limits on the number of members."""
+    for pointer, part in subschemas(schema):
         if not isinstance(part, dict):
             continue
         if "oneOf" in part and "anyOf" not in part:
             part["anyOf"] = part.pop("oneOf")
-            yield f"{place}/oneOf"
+            yield f"{pointer}/oneOf"
         for key in _COUNTS:
             if part.pop(key, None) is not None:
-                yield f"{place}/{key}"
+                yield f"{pointer}/{key}"

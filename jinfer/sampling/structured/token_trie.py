@@ -18,13 +18,13 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from jinfer.tokenizer import Tokenizer
 
 MAX_TOKEN_BYTES = 1000  # llguidance's trie is at most 1,024 deep
-MAX_TOKENIZERS = 4  # whose tries are cached
+MAX_TOKENIZERS = 4  # tokenizers with cached tries
 
 _SPECIAL_MARK = b"\xff"  # no byte of UTF-8: before the name of a token that is not text
 _UTF8_BYTES = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
 _COMMON = frozenset({*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC3, 0xF0)})
 _LOCK = Lock()
-_KNOWN: OrderedDict[Tokenizer, Vocabulary] = OrderedDict()  # those used last
+_KNOWN: OrderedDict[Tokenizer, Vocabulary] = OrderedDict()  # most recently used last
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Vocabulary:
 
     Attributes:
         tokenizer: the tokenizer.
-        tokens: bytes of each id; empty for what is not text.
+        tokens: bytes of each id; empty for ids that are not text.
         trie: llguidance's tokenizer.
         eos_ids: ids that end an answer; may be empty.
         missing: bytes of UTF-8 that are not a token by themselves; often control characters, or
@@ -48,16 +48,16 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return len(self.tokens)
 
     def can_write(self, text: str) -> bool:
-        """Whether any text of common characters and of these can be written from anywhere."""
+        """Whether the tokens can write any text of common characters and these, from any state."""
         return self.missing.isdisjoint(_COMMON) and self.missing.isdisjoint(text.encode())
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The trie of a tokenizer, built at first use; thread-safe."""
+    """Returns the trie of a tokenizer, built at first use; thread-safe."""
     with _LOCK:
         if (found := _KNOWN.get(tokenizer)) is None:
             found = _KNOWN[tokenizer] = _build(tokenizer)
@@ -68,7 +68,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def forget_vocabulary(tokenizer: Tokenizer) -> None:
-    """Frees the trie of a tokenizer that is not needed any more."""
+    """Frees the trie of a tokenizer."""
     with _LOCK:
         _KNOWN.pop(tokenizer, None)
 
@@ -109,7 +109,7 @@ class _Source:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Id -> name of the tokens that are not text. "Unknown" is one even where it shows as text."""
+    """Returns id -> name of tokens that are not text, "unknown" included."""
     named = {id: name for name, id in tokenizer.special.control.items()}
     others = (
         *tokenizer.eos_ids,
@@ -128,10 +128,10 @@ def _text_bytes(tokenizer: Tokenizer, id: int) -> bytes:
 
 
 def _exact_encoder(tokenizer: Tokenizer, tokens: tuple[bytes, ...]) -> Callable[[str], list[int]]:
-    """Text to ids whose bytes are exactly the text's, as it stands in the middle of an answer.
+    """Encodes a text in the middle of an answer to ids whose bytes are exactly the text's.
 
-    Some tokenizers put a space before a text. They are asked for the text after a line break,
-    whose ids are taken away again. What normalization would change is spelled by longest tokens.
+    Some tokenizers put a space before a text. They encode the text after a line break, whose ids
+    are then removed. Text that normalization would change is spelled by longest tokens.
     """
     ids = {data: id for id, data in reversed(list(enumerate(tokens))) if data}
     longest = max(map(len, ids), default=0)

@@ -177,9 +177,9 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     return_prompt_text: bool | None = Field(
         None, description="adds prompt_text to the answer (vLLM)"
     )
-    echo: Annotated[base.No | None, base.rejected_field("use continue_final_message")] = None
+    echo: Annotated[None, base.rejected_field("use continue_final_message", False)] = None
     add_special_tokens: Annotated[
-        base.No | None, base.rejected_field("the chat template adds the special tokens")
+        None, base.rejected_field("the chat template adds the special tokens", False)
     ] = None
     reasoning_format: Annotated[
         None, base.rejected_field("reasoning_content has the thoughts", "auto", "deepseek")

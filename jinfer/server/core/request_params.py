@@ -9,25 +9,23 @@ from typing import Any
 from jinfer.api.session import Session
 from jinfer.engine.requests import AdapterUse, RequestError
 from jinfer.sampling.param_field import Parameter
-from jinfer.sampling.param_keywords import over_defaults
+from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import (
     ACTIVATIONS,
     CONSTRAINTS,
     PARAMETERS,
-    RANGES,
     SamplingParams,
     canonical_names,
 )
-from jinfer.server.core.peer_fields import PeerFields
 from jinfer.server.core.request_activations import activation_params
 from jinfer.server.core.sampling_fields import (
+    FOREIGN_FIELDS,
     ResponseFormat,
     SamplingFields,
     StructuredOutputs,
     parameter_of,
 )
 from jinfer.server.http.http_errors import as_api_error, invalid_request
-from jinfer.server.http.schema_base import whole_number
 
 
 def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
@@ -60,7 +58,7 @@ _ELSEWHERE = frozenset(
         *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
         *("return_token_ids", "cache_prompt", "timings_per_token", "return_progress", "verbose"),
         *("logprobs", "lora", "t_max_predict_ms", "id_slot", "capture_format", *ACTIVATIONS),
-        *PeerFields.model_fields,
+        *FOREIGN_FIELDS,
     }
 )
 
@@ -244,8 +242,6 @@ def _values(
             read = _READERS.get(field_name)
             parameters = {parameter_of(field_name): value} if read is None else read(value)
         for name, item in parameters.items():
-            if name in RANGES and RANGES[name].whole:  # also in Inferflow's objects
-                item = whole_number(item)
             if name in values and values[name] != item:
                 raise invalid_request(
                     f"{names[name]} and {field_name} contradict each other", field_name

@@ -8,20 +8,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from operator import or_
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from jinfer.sampling.param_field import Group
-from jinfer.sampling.parameter_docs import described
-from jinfer.sampling.sampling_params import ACTIVATIONS, ALIASES, PARAMETERS, RANGES, SamplingParams
-from jinfer.sampling.stages import SAMPLERS
+from jinfer.modelspec.bounded_types import documentation, union
+from jinfer.modelspec.foreign_names import ForeignField, foreign_fields
+from jinfer.sampling.param_field import ALIASES, Group, Parameter
+from jinfer.sampling.samplers import SELECTABLE
+from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
 from jinfer.sampling.strategies import Strategy
-from jinfer.server.core.peer_fields import PeerFields
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.ignored_fields import Ignore
-from jinfer.server.http.schema_base import RequestModel, ResponseModel, StreamOptions
+from jinfer.server.http.schema_base import (
+    Ignored,
+    RequestModel,
+    ResponseModel,
+    StreamOptions,
+    rejected_field,
+)
 
 
 class NpyArray(RequestModel):
@@ -72,7 +78,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _PARAMETER_OF = {field: p.name for p in PARAMETERS.values() for field in p.fields}
 _EXAMPLES: Mapping[str, list[Any]] = {
     "strategy": list(get_args(Strategy)),
-    "samplers": [list(SAMPLERS)],
+    "samplers": [list(SELECTABLE)],
 }
 
 
@@ -83,7 +89,7 @@ def parameter_of(field: str) -> str:
 
 def describe(schema: dict[str, Any]) -> None:
     """Add ranges, texts and groups of sampling parameters to a request's JSON schema."""
-    texts = {name: text for names, text in described().items() for name in names}
+    texts = {name: text for names, text in documentation(SamplingParams).items() for name in names}
     groups = {name: group for group, names in GROUPS.items() for name in names}
     schema["properties"] = _ordered(schema["properties"], list(groups))
     for name, field in schema["properties"].items():
@@ -92,8 +98,8 @@ def describe(schema: dict[str, Any]) -> None:
             field["x-group"] = groups[name]
         if own in texts:
             field.setdefault("description", texts[own])
-        if own in RANGES:
-            _bound(field, own)
+        if own in PARAMETERS:
+            _bound(field, PARAMETERS[own])
         if name in _EXAMPLES:
             field["examples"] = _EXAMPLES[name]
 
@@ -105,14 +111,15 @@ def _ordered(fields: dict[str, Any], order: list[str]) -> dict[str, Any]:
     return {name: fields[name] for name in names}
 
 
-def _bound(field: dict[str, Any], own: str) -> None:
-    """Write a parameter's range to its numeric alternatives."""
-    bounds = RANGES[own]
-    minimum = -1 if PARAMETERS[own].minus_one else bounds.least
+def _bound(field: dict[str, Any], parameter: Parameter) -> None:
+    """Write a parameter's bounds to the alternatives that are numbers."""
+    if (bounds := parameter.bounds) is None:
+        return
+    low = -1 if parameter.minus_one else bounds.low
+    minimum = {"exclusiveMinimum": 0} if 0 < low < 1e-20 else {"minimum": low}
     for item in field.get("anyOf", ()):
         if item.get("type") in ("integer", "number"):
-            item["exclusiveMinimum" if bounds.above else "minimum"] = minimum
-            item["maximum"] = bounds.most
+            item |= {**minimum, "maximum": bounds.high}
 
 
 class JsonSchema(RequestModel):
@@ -150,9 +157,9 @@ class LoraScale(RequestModel):
 
 
 def _json_type(annotation: Any) -> Any:
-    """Return a parameter's JSON type: lists instead of tuples, and null for an absent value."""
-    arms = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    kept = [arm for arm in arms if get_origin(arm) is not tuple and arm is not NoneType]
+    """A parameter's type in JSON: lists only, where Python takes tuples too; null is nothing."""
+    members = union(annotation)
+    kept = [arm for arm in members if get_origin(arm) is not tuple and arm is not NoneType]
     return functools.reduce(or_, kept) | None
 
 
@@ -164,14 +171,28 @@ def _table_fields() -> dict[str, Any]:
     return {field: (_json_type(types[name]), None) for field, name in fields}
 
 
+def _foreign(field: ForeignField) -> Any:
+    """The type of a field of other servers that is ignored or refused."""
+    if field.type is None:
+        return Annotated[None, rejected_field(field.reason, *field.neutral)]
+    return Annotated[field.type | None, Ignored(field.reason, field.neutral)]
+
+
+FOREIGN_FIELDS = {name: _foreign(field) for name, field in foreign_fields().items()}
+
 if TYPE_CHECKING:
     _TableFields = RequestModel
 else:
-    _TableFields = create_model("_TableFields", __base__=RequestModel, **_table_fields())
+    _TableFields = create_model(
+        "_TableFields",
+        __base__=RequestModel,
+        **{name: (type_, None) for name, type_ in FOREIGN_FIELDS.items()},
+        **_table_fields(),
+    )
 
 
-class SamplingFields(PeerFields, _TableFields):
-    """Sampling fields under the names of OpenAI, vLLM, llama.cpp and jinfer.
+class SamplingFields(_TableFields):
+    """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers.
 
     The fields of `SamplingParams` come from its table. Listed below are fields whose JSON differs
     from Python, fields with their own description, fields that routes read by name, and fields that

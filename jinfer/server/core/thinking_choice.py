@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.loader.open_model import Opened
-from jinfer.sampling.param_ranges import MAX_INDEX
+from jinfer.modelspec.bounded_types import MAX_INDEX
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.core.chat_schemas import ChatTemplateFields
 from jinfer.server.http.http_errors import invalid_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -153,25 +153,18 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-def _same_type(kind: type) -> BeforeValidator:
-    """Reject other JSON types: Python accepts 0 for false and 1.0 for 1."""
+def rejected_field(why: str, *neutral: Any) -> BeforeValidator:
+    """Rejects a field, with the reason, unless its value requests what happens anyway.
+
+    Args:
+        neutral: such values, besides null; 0 is not false.
+    """
 
     def check(value: Any) -> Any:
-        value = whole_number(value) if kind is int else value
-        if value is not None and type(value) is not kind:
-            raise PydanticCustomError("type", f"Input should be of the type {kind.__name__}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def rejected_field(why: str, *allowed: Any) -> BeforeValidator:
-    """Reject values other than null, false and `allowed`, with a reason and an alternative."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value is not False and value not in allowed:
-            raise PydanticCustomError("refused", why)
-        return None if value in allowed else value
+        value = whole_number(value)
+        if value is None or any(type(value) is type(same) and value == same for same in neutral):
+            return None
+        raise PydanticCustomError("refused", why)
 
     return BeforeValidator(check)
 
@@ -187,9 +180,6 @@ def json_text(value: Any) -> Any:
 
 
 JsonText = Annotated[str, BeforeValidator(json_text)]
-No = Annotated[Literal[False], _same_type(bool)]
-Zero = Annotated[Literal[0], _same_type(int)]
-Keep = Annotated[Literal[0, -1], _same_type(int)]
 Ids = list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
 # A list that mixes texts and ids is a single prompt, as in llama.cpp.

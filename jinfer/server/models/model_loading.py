@@ -10,7 +10,7 @@ from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.loader.open_keywords import override_tables
 from jinfer.loader.open_model import open_files
-from jinfer.ops.platforms import start
+from jinfer.ops.backend import start
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails, details_of

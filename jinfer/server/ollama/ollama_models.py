@@ -11,7 +11,7 @@ from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.loader.open_model import Opened
-from jinfer.sampling.param_keywords import over_defaults
+from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 from jinfer.server.core.request_params import OLLAMA
 from jinfer.server.core.sampling_fields import parameter_of

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from jinfer.api.forward_results import prompt_logprobs
 from jinfer.api.session import Session
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
-from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_runner import RequestRunner

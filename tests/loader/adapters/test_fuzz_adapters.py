@@ -21,7 +21,7 @@ from jinfer.loader.checkpoint import CheckpointError
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.tensor_mapping import LoadError
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.nn.adapted_rows import AdapterSlots
+from jinfer.nn.lora_rows import AdapterSlots
 from tests.engine.adapters import write_adapter, write_gguf_adapter
 from tests.loader.checkpoint.fuzzing import SHAPE_EDITS, fuzz_settings, mutations, reshaped
 

@@ -17,7 +17,7 @@ from jinfer.nn.abstract_model import build_abstract_model
 GOLDENS = Path(__file__).parents[2] / "goldens"
 MODEL = GOLDENS / "llama2"
 IDS = [1, 5, 9, 2, 40, 7, 3]
-SMALL = {"threshold": 0, "method": "search"}
+SMALL = {"threshold": 0, "method": "mse"}
 
 
 def leaves(source: Path, **quantization: Any) -> dict[str, Any]:

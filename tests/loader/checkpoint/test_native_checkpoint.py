@@ -41,7 +41,7 @@ from tests.loader.checkpoint.converting import (
     [
         ("llama2", {"weights": "q3.5", **SMALL}),
         ("llama2", {"weights": "q3", **SMALL, "outliers": 0.01}),
-        ("llama2", {"weights": "q3", "threshold": 0, "outliers": 0.01, "method": "feedback"}),
+        ("llama2", {"weights": "q3", "threshold": 0, "outliers": 0.01, "method": "gptq"}),
         ("bert", {"weights": "q4", "threshold": 0}),
         ("llama2", {}),
         ("gguf_llama_mixed", {}),  # blocks as they are in the file

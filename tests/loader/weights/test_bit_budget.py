@@ -91,7 +91,7 @@ def test_the_choice_is_nearly_the_best_there_is() -> None:
 
 
 def keys(weights: str, **more: Any) -> dict[str, Any]:
-    return {"quantization": {"weights": weights, "threshold": 0, "method": "feedback", **more}}
+    return {"quantization": {"weights": weights, "threshold": 0, "method": "gptq", **more}}
 
 
 def test_the_plan_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_costs_all_have_one_format() -> None:
-    llm = LLM(MODEL, **keys("4.5 bits", method="search"))
+    llm = LLM(MODEL, **keys("4.5 bits", method="mse"))
     leaves = [each for each in llm._engine.runner.parameters if isinstance(each, QuantizedTensor)]
     assert len({each.format for each in leaves}) == 1
     assert bits_per_weight(llm) <= 4.5
@@ -136,7 +136,7 @@ def test_without_costs_all_have_one_format() -> None:
 
 def test_refused() -> None:
     with pytest.raises(SpecError, match=r"weights: '1 bits': the fewest bits are [\d.]+, with"):
-        LLM(MODEL, **keys("1 bits", method="search"))
+        LLM(MODEL, **keys("1 bits", method="mse"))
     with pytest.raises(SpecError, match=r'or a number of bits, such as "4.25 bits"$'):
         open_model(MODEL, {"quantization": {"weights": "4.25"}})
     with pytest.raises(SpecError, match="no quantization format '4 bits'"):

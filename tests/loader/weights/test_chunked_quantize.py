@@ -21,15 +21,15 @@ GOLDENS = Path(__file__).parents[2] / "goldens"
 @pytest.mark.parametrize(
     ("source", "weights", "method"),
     [
-        ("llama2", "q3.5", "search"),
-        ("llama2", "q4_b128", "nearest"),
-        ("bloom", "q4", "nearest"),  # fused, by groups
-        ("mixtral", "q5", "search"),  # a tensor for each expert
-        ("gguf_mixtral", "q3", "search"),  # a stack of matrices
+        ("llama2", "q3.5", "mse"),
+        ("llama2", "q4_b128", "rtn"),
+        ("bloom", "q4", "rtn"),  # fused, by groups
+        ("mixtral", "q5", "mse"),  # a tensor for each expert
+        ("gguf_mixtral", "q3", "mse"),  # a stack of matrices
         # Weights on a grid: where a search finds ties, how long the pieces are decides.
-        ("gguf_llama_mixed", "q4", "nearest"),
-        ("gpt2", "q4", "nearest"),  # turned: not in pieces
-        ("aquila2", "q2_sym", "search"),
+        ("gguf_llama_mixed", "q4", "rtn"),
+        ("gpt2", "q4", "rtn"),  # turned: not in pieces
+        ("aquila2", "q2_sym", "mse"),
     ],
 )
 def test_pieces_are_parts_of_the_whole(

@@ -1,4 +1,4 @@
-"""What error feedback is worth on a real model, taken off the grid of its file."""
+"""What GPTQ is worth on a real model, taken off the grid of its file."""
 
 from pathlib import Path
 from typing import Any
@@ -30,5 +30,5 @@ def test_most_of_what_a_search_loses_comes_back(
         return perplexity(llm, text_windows(llm, text, 512, None, "halves")[:16]).value
 
     plain = measured(weights="plain")
-    searched, fed = (measured(weights=weights, method=each) for each in ("search", "feedback"))
+    searched, fed = (measured(weights=weights, method=each) for each in ("mse", "gptq"))
     assert fed - plain < left * (searched - plain)

@@ -100,7 +100,7 @@ def test_several_tensors_are_one_line(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("method", ["nearest", "search", "feedback"])
+@pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
 def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method: str) -> None:
     folder = changed(broken(DOWN))
     settings: dict[str, Any] = {"quantization.weights": "q4", "quantization.method": method}

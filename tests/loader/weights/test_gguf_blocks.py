@@ -151,7 +151,7 @@ def test_any_bytes_mean_what_they_decode_to(name: str) -> None:
         lambda rows, words, scales: (rows, words, scales[:, :, ::-1]),
     ],
 )
-def test_compiled_code_writes_to_no_other_place(change: object, repacked_by: str) -> None:
+def test_compiled_code_writes_only_its_rows(change: object, repacked_by: str) -> None:
     if repacked_by == "numpy":
         pytest.skip("not by NumPy")
     rows = stored("Q4_0", (16, 64)).raw().reshape(16, -1)
@@ -226,7 +226,7 @@ def test_other_types_are_decoded(name: str) -> None:
     assert repacked_tensor(stored(name, (2, 256))) is None
 
 
-def test_what_is_no_matrix_is_decoded() -> None:
+def test_non_matrices_are_decoded() -> None:
     assert repacked_tensor(stored("Q8_0", (64,))) is None
 
 
@@ -285,7 +285,9 @@ def test_shapes_are_known_without_reading(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q2_K", "Q6_K"])
-def test_little_memory_beside_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_in_addition_to_the_result(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Memory of its own: a slab has room for more, and so have huge pages.
     monkeypatch.setattr("jinfer.quant.quantized_tensor._SLAB", 0)
     monkeypatch.setattr("jinfer.quant.quantized_tensor._HUGE_PAGE", ALIGNMENT)

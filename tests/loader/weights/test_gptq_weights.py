@@ -1,4 +1,4 @@
-"""Loading with error feedback: once, then from what was kept; or a search, and why in one line."""
+"""Loading with GPTQ: once, then from what was kept; or a search, and why in one line."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from jinfer.loader.weights import (
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.ops.matmul.half_precision import reads_16_bit_weights
+from jinfer.ops.matmul.dense import reads_16_bit_weights
 from tests.loader.checkpoint.converting import check_equal, leaves
 
 from .loading import plan
@@ -30,8 +30,8 @@ from .loading import plan
 GOLDENS = Path(__file__).parents[2] / "goldens"
 MODEL = GOLDENS / "llama2"
 Q3 = {"weights": "q3", "threshold": 0}
-FED = {**Q3, "method": "feedback"}
-ONCE = "jinfer: weights are quantized with error feedback, once; they are kept in "
+FED = {**Q3, "method": "gptq"}
+ONCE = "jinfer: weights are quantized with GPTQ, once; they are kept in "
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +68,8 @@ def test_the_second_start_maps_what_was_kept(
 
 def test_a_search_is_said_to_be_one(cache: Path) -> None:
     searched = leaves(MODEL, **Q3)
-    check_equal(leaves(MODEL, **Q3, method="search"), searched)
-    nearest = leaves(MODEL, **Q3, method="nearest")
+    check_equal(leaves(MODEL, **Q3, method="mse"), searched)
+    nearest = leaves(MODEL, **Q3, method="rtn")
     assert not cache.exists()
     fed_back = leaves(MODEL, **FED)
     for name in ("decoder.0.attn.q.weight", "decoder.1.ffn.down.weight"):
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_said_in_a_line(
     monkeypatch.setattr(f"jinfer.loader.weights.plan_weights.{name}", value)
     found = LLM(source, quantization=FED)
     said = capsys.readouterr().err
-    assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without error feedback$", said)
+    assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without GPTQ$", said)
     assert said.count("\n") == 1
     searched = LLM(source, quantization=Q3)
     ours, wanted = (jax.tree.leaves(each._engine.runner.parameters) for each in (found, searched))
@@ -108,7 +108,9 @@ def test_what_cannot_be_is_said_in_a_line(
     assert list(cache.iterdir()) == []
 
 
-def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_gptq_for_large_generators(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What writes text in fewer than 8 bits, is not tiny, and is one process's."""
     small = leaves(MODEL, **Q3)
     assert not cache.exists()
@@ -117,7 +119,7 @@ def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     check_equal(leaves(MODEL, **Q3), fed_back)
     assert len(list(cache.iterdir())) == 1
     wide = {**Q3, "weights": "q8"}
-    check_equal(leaves(MODEL, **wide), leaves(MODEL, **wide, method="search"))
+    check_equal(leaves(MODEL, **wide), leaves(MODEL, **wide, method="mse"))
     for other in ("bert", "t5"):
         LLM(GOLDENS / other, quantization=Q3)
     monkeypatch.setattr("jax.process_count", lambda: 2)
@@ -129,13 +131,13 @@ def test_nobody_waits_long_unasked(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
-    monkeypatch.setitem(storage_plan.PER_WEIGHT, "feedback", 1.0)
-    check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="search"))
+    monkeypatch.setitem(storage_plan.PER_WEIGHT, "gptq", 1.0)
+    check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="mse"))
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"jinfer: error feedback would take some \d+ minutes, once \(quantization\.method = "
-        r'"feedback" asks for it, "search" for none\); weights are quantized without error '
-        r"feedback\n",
+        r"jinfer: GPTQ would take some \d+ minutes, once \(quantization\.method = "
+        r'"gptq" requests it, "mse" avoids it\); weights are quantized without '
+        r"GPTQ\n",
         said,
     )
     assert list(cache.iterdir()) == []
@@ -150,7 +152,7 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(quantized_cache, "cache_folder", refuse)
     check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
-        "jinfer: JINFER_CACHE=off; weights are quantized without error feedback\n"
+        "jinfer: JINFER_CACHE=off; weights are quantized without GPTQ\n"
     )
 
 
@@ -206,7 +208,7 @@ def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not reads_16_bit_weights(), reason="no custom calls")
 def test_processors_that_round_to_bfloat16_find_the_same() -> None:
-    keys = {"weights": "q4", "method": "feedback", "threshold": 0}
+    keys = {"weights": "q4", "method": "gptq", "threshold": 0}
     opened = open_model(GOLDENS / "smollm2", {f"quantization.{k}": v for k, v in keys.items()})
     model = build_abstract_model(opened.spec, "float32")
     found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)

@@ -47,7 +47,7 @@ class Model(NamedTuple):
 
 
 def _keys(weights: str) -> dict[str, Any]:
-    quantization = {"weights": weights, "threshold": 0, "method": "feedback"}
+    quantization = {"weights": weights, "threshold": 0, "method": "gptq"}
     return {"dtype": "float32", "quantization": quantization}
 
 
@@ -126,7 +126,7 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
         llm._engine.runner.parameters = tuple(jax.device_put(plain))
         return float(np.square(np.stack(llm.hidden(ids.tolist())) - wanted).mean())
 
-    searched = {n: replace(s, method="search") for n, s in storages.items()}
+    searched = {n: replace(s, method="mse") for n, s in storages.items()}
     loaded = dict(zip(of.model.names, read_all(of.quantized(searched)), strict=True))
     assert error(fed) < 0.95 * error(loaded)
 

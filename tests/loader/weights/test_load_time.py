@@ -34,13 +34,11 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     return begun
 
 
-@pytest.mark.parametrize("method", ["nearest", "search", "feedback"])
+@pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
 def test_bars_end_full(method: str, tmp_path: Path, tasks: list[Task]) -> None:
     tables = {"quantization": {"weights": "q4", "threshold": 0, "method": method}}
     convert(str(MODEL), tmp_path / "out", tables, tokens=512)
-    whats = (
-        ["quantizing", "writing a text", "quantizing"] if method == "feedback" else ["quantizing"]
-    )
+    whats = ["quantizing", "writing a text", "quantizing"] if method == "gptq" else ["quantizing"]
     assert [one.what for one in tasks] == whats
     for one in tasks:
         assert one.total

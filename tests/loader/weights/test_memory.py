@@ -10,7 +10,7 @@ import pytest
 from jinfer import LLM
 from jinfer.cli.quantize.quantize_checkpoint import convert
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampler_chain import sampler_sets
 from tools.bench_models import LlamaShape, make_up
 
 ROOT = Path(__file__).parents[3]
@@ -65,7 +65,7 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
         "converted": peak(out) - (out / "model.safetensors").stat().st_size,
     }
     assert max(peaks.values()) < MORE, peaks
-    asked = ("quantization.weights=q4", "quantization.method=search")
+    asked = ("quantization.weights=q4", "quantization.method=mse")
     quantized = peak(whole, *asked) - whole.stat().st_size
     assert quantized < MORE + COMPILER
 
@@ -73,6 +73,6 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
 def test_a_decode_step_takes_little_memory() -> None:
     llm = LLM(SPEC, **{"engine.context": 1024})  # type: ignore[arg-type]
     program = llm._engine.runner.programs.get(
-        StepKey("decode", llm.spec.engine.slots, stages=stage_sets()[0])
+        StepKey("decode", llm.spec.engine.slots, stages=sampler_sets()[0])
     )
     assert program.memory_analysis().temp_size_in_bytes < 50 << 20

@@ -210,11 +210,11 @@ WEIGHT = matrix(40, 300)
 FORMS = {
     "float32": WEIGHT,
     "float16": WEIGHT.astype(np.float16),
-    "q4": quantize(WEIGHT, parse_format("q4"), method="nearest"),
-    "q3.5": quantize(WEIGHT, parse_format("q3.5"), method="nearest"),
-    "q8_b128": quantize(WEIGHT, parse_format("q8_b128"), method="nearest"),
+    "q4": quantize(WEIGHT, parse_format("q4"), method="rtn"),
+    "q3.5": quantize(WEIGHT, parse_format("q3.5"), method="rtn"),
+    "q8_b128": quantize(WEIGHT, parse_format("q8_b128"), method="rtn"),
     "fp8": to_e4m3(WEIGHT, abstract_scaled(WEIGHT.shape, 3)),
-    "outliers": quantize_with_outliers(WEIGHT, parse_format("q4"), 0.01, method="nearest"),
+    "outliers": quantize_with_outliers(WEIGHT, parse_format("q4"), 0.01, method="rtn"),
     "Q4_0": blocks("Q4_0", 1),
     "Q4_K": blocks("Q4_K", 2),
 }

@@ -25,7 +25,7 @@ from tests.loader.checkpoint.converting import check_equal, leaves
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 MODEL = GOLDENS / "llama2"
-Q4 = {"weights": "q4", "threshold": 0, "method": "search"}
+Q4 = {"weights": "q4", "threshold": 0, "method": "mse"}
 ONCE = "jinfer: weights are quantized, once; they are kept in "
 
 
@@ -57,7 +57,7 @@ def stop(*_: Any, **__: Any) -> None:
     ("name", "keys"),
     [
         ("llama2", {}),
-        ("llama2", {"method": "nearest", "outliers": 0.01}),
+        ("llama2", {"method": "rtn", "outliers": 0.01}),
         ("gemma", {"weights": "q3.5"}),  # its head is its embedding
         ("mixtral", {"weights": "q6_b64"}),
         ("t5", {"weights": "q8"}),
@@ -179,10 +179,10 @@ def test_where_feedback_would_take_too_long(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
-    monkeypatch.setitem(storage_plan.PER_WEIGHT, "feedback", 1.0)
+    monkeypatch.setitem(storage_plan.PER_WEIGHT, "gptq", 1.0)
     first = leaves(MODEL, **Q4 | {"method": "auto"})
     why, once = capsys.readouterr().err.splitlines()
-    assert why.startswith("jinfer: error feedback would take some ")
+    assert why.startswith("jinfer: GPTQ would take some ")
     assert once == f"{ONCE}{cache}"
     monkeypatch.setattr(quantized_cache, "read", stop)
     check_equal(leaves(MODEL, **Q4 | {"method": "auto"}), first)

@@ -19,7 +19,7 @@ from jinfer.loader.weights.storage_plan import stored_types, with_types
 from jinfer.loader.weights.tensor_mapping import find_origins
 from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
-from jinfer.ops.matmul import half_precision as storing
+from jinfer.ops.matmul import dense as storing
 from jinfer.quant import QuantizedTensor
 from tests.cpu.helpers import BF16
 from tests.loader.weights import loading

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.ops.recurrence.gated_delta import gated_delta
-from jinfer.ops.recurrence.linear_attention import lightning_slopes, linear_attention
-from jinfer.ops.recurrence.rg_lru import rg_lru
+from jinfer.ops.recurrence.diagonal_state import rg_lru, selective_scan
+from jinfer.ops.recurrence.matrix_state import (
+    gated_delta,
+    lightning_slopes,
+    linear_attention,
+    rwkv7,
+    ssd,
+)
 from jinfer.ops.recurrence.rwkv4 import wkv
-from jinfer.ops.recurrence.rwkv7 import rwkv7
-from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns
 from jinfer.ops.recurrence.short_conv import short_conv
-from jinfer.ops.recurrence.ssd import ssd
 from tests.reference import numpy_recurrences as definitions
 from tests.reference.numpy_blocks import Floats
 

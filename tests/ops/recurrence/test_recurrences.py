@@ -103,7 +103,7 @@ def as_float64(inputs: dict[str, np.ndarray]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS, indirect=True)
 @pytest.mark.parametrize("name", CASES)
-def test_definition(name: str, form: str) -> None:
+def test_result_equals_the_definition(name: str, form: str) -> None:
     """Prompts, a chunk's remainder and decoding rows in one batch, with padding between."""
     case = CASES[name]
     lengths = (70, 1, 23, 2)
@@ -119,7 +119,7 @@ def test_definition(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS, indirect=True)
 @pytest.mark.parametrize("name", CASES)
-def test_cuts(name: str, form: str) -> None:
+def test_prompt_chunks_do_not_change_results(name: str, form: str) -> None:
     """A prompt in one pass, in pieces and token by token; to the bit with custom calls."""
     case, length = CASES[name], 96
     inputs = case.draw(length, 3)
@@ -187,7 +187,7 @@ def test_rejected_drafts(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_company(name: str) -> None:
+def test_results_are_batch_invariant(name: str) -> None:
     """With custom calls a token's bits are the same in any batch of any size."""
     if not WITH_CALLS:
         pytest.skip("no C++ compiler")

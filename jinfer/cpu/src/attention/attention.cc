@@ -58,7 +58,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
     call.rules.by_distance =
         reversed_biases(call.rules.by_distance, call.heads, call.rules.distances);
   AttentionWork work(call, **cached);
-  work.bind(call.q, call.k, call.v, call.out, partials.of(work.room()));
+  work.bind(call.q, call.k, call.v, call.out, partials.of(work.buffer()));
   run_stages(pool, {work.chunks(0), work.chunks(1), work.chunks(2)}, work.threads(),
              [&](int64_t stage, int64_t chunk) { work.run(stage, chunk); });
   return ffi::Error::Success();

@@ -120,7 +120,7 @@ struct Call {
   }
 };
 
-// What a thread is likely to compute after a split, for prefetching; perhaps the same.
+// The split that a thread probably computes next, for prefetching; perhaps the same.
 struct NextSplit {
   const Tile& tile;
   int split;

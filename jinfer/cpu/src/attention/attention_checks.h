@@ -129,7 +129,7 @@ struct Buffers {
     else
       bind_cache(call.values, "values", given + each);
     if (int8_keys && (coded || call.size != BLOCK_KEYS || call.keys.dim % 16))
-      return refuse("int8 keys beside such a cache");
+      return refuse("int8 keys with such a cache");
     if (int8_keys)
       call.int8_keys = data<char>("int8 keys", in[given + vectors], Type::U8,
                                   {call.blocks, call.kv_heads, Int8Block::bytes(call.keys.dim)});

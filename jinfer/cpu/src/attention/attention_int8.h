@@ -89,13 +89,13 @@ constexpr int first_of_pair(int i) { return i / LANES * 2 * LANES + i % LANES; }
 // Queries of a tile as bytes.
 struct Int8Queries {
   int words, groups;         // of a row; groups have offsets, and scales of keys, of their own
-  int32_t *bytes, *offsets;  // [rows][words]; [rows][groups], as 128 stands for 0 in keys
+  int32_t *bytes, *offsets;  // [rows][words]; [rows][groups], as byte 128 means 0 in keys
   float *scales, *shifts;    // [rows]; shifts are added to a row's scores
 
-  // Rounds row r, whose largest magnitude is `most`. from(d) has numbers d .. d + LANES.
+  // Rounds row r, whose largest magnitude is `max_value`. from(d) has numbers d .. d + LANES.
   template <class F>
-  void round(int64_t r, float most, float shift, const F& from) const {
-    const Floats factor = broadcast(most > 1e-30f ? 127 / most : 0);
+  void round(int64_t r, float max_value, float shift, const F& from) const {
+    const Floats factor = broadcast(max_value > 1e-30f ? 127 / max_value : 0);
     int32_t* to = bytes + r * words;
     const int each = words / groups;
     for (int g = 0, w = 0; g < groups; ++g) {
@@ -108,7 +108,7 @@ struct Int8Queries {
       // Without a sign: bytes that are not finite are arbitrary, and their sum may overflow.
       offsets[r * groups + g] = int32_t(-128u * uint32_t(_mm512_reduce_add_epi32(sum)));
     }
-    scales[r] = most * (LOG2_E / 127), shifts[r] = shift * LOG2_E;
+    scales[r] = max_value * (LOG2_E / 127), shifts[r] = shift * LOG2_E;
   }
 };
 
@@ -118,7 +118,7 @@ struct Int8Queries {
 template <int M, bool scaled>
 __attribute__((noinline)) void int8_scores(const Int8Queries& q, int row, const int32_t* keys,
                                            const float* key_scales, const char* later, int ahead,
-                                           float* scores, Floats* most) {
+                                           float* scores, Floats* max_value) {
   static_assert(NR == VECTORS, "a tile of sums is as wide as a block");
   const int groups = scaled ? q.groups : 1, each = q.words / groups;
   for (int g = 0; g < groups; ++g, keys += each * BLOCK_KEYS) {
@@ -154,7 +154,7 @@ __attribute__((noinline)) void int8_scores(const Int8Queries& q, int row, const 
                             scaled ? scale * load(own) : scale, before);
         store(to, x[w]);
       }
-      most[m] = larger_score(larger_score(x[0], x[1]), larger_score(x[2], x[3]));
+      max_value[m] = larger_score(larger_score(x[0], x[1]), larger_score(x[2], x[3]));
     }
   }
 }
@@ -241,14 +241,14 @@ struct Int8State {
   int64_t stride;
   alignas(64) float highest[MAX_TILE_ROWS + LANES];
 
-  // Turns scores of `rows` <= INT8_ROWS rows from `row` on, whose largest lanes are `most`, into
+  // Turns scores of `rows` <= INT8_ROWS rows from `row` on, with largest lanes `max_value`, into
   // weights [groups][INT8_ROWS][PAIRS]. Sums before are to be multiplied by `keep`, the block's by
   // `units` [groups][LANES].
-  void weigh(int row, int rows, const float* scores, Floats* most, const WeightScales& scales,
+  void weigh(int row, int rows, const float* scores, Floats* max_value, const WeightScales& scales,
              int32_t* weights, float* keep, float* units) {
     alignas(64) float tops[LANES], portions[LANES];
-    for (int m = rows; m < LANES; ++m) most[m] = Floats{};
-    const Floats top = across<LANES>(most, larger_score), before = load(highest + row);
+    for (int m = rows; m < LANES; ++m) max_value[m] = Floats{};
+    const Floats top = across<LANES>(max_value, larger_score), before = load(highest + row);
     const Floats now = larger_score(top, before), here = power_of_2(top - now);
     store(highest + row, now), store(tops, top), store(keep, power_of_2(before - now));
     store(portions, here);

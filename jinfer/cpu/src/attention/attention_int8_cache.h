@@ -1,11 +1,11 @@
-// Int8 keys of old splits, kept beside the cache of 16-bit numbers: what attention_int8_numbers.h
-// would otherwise round again for each token.
+// Int8 keys of old splits, in addition to a cache of 16-bit numbers: attention_int8_numbers.h would
+// otherwise round them again for each token.
 //
 // A block has its keys as bytes, the ranges within which its split was rounded with their digest,
-// and the largest magnitude of its values. It is written once the split's keys are all there, and
-// any write to the block clears the digest. So what is there follows from the block's numbers and
-// the ranges. Sequences that share a block may differ in the blocks after it: a split's int8 keys
-// are used if all its blocks have the same ranges. jinfer/ops/attention/int8_keys.py has the same
+// and the largest magnitude of its values. It is written once the split's keys are complete, and
+// any write to the block clears the digest. So its content follows from the block's numbers and the
+// ranges. Sequences that share a block may differ in the blocks after it: a split's int8 keys are
+// used if all its blocks have the same ranges. jinfer/ops/attention/kv_cache.py has the same
 // layout.
 #pragma once
 

@@ -56,9 +56,9 @@ struct CodeBlocks {
   void round_queries(const float* q, int rows, const int64_t*, int, const Int8Queries& to) const {
     const int dim = keys.padded();
     for (int64_t r = 0; r < rows; ++r, q += dim) {
-      Ints most = {};
-      for (int d = 0; d < dim; d += LANES) most = larger(most, magnitude(load(q + d)));
-      const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
+      Ints max_value = {};
+      for (int d = 0; d < dim; d += LANES) max_value = larger(max_value, magnitude(load(q + d)));
+      const float top = float_of(_mm512_reduce_max_epi32((__m512i)max_value));
       to.round(r, top, 0, [&](int d) { return d < dim ? load(q + d) : Floats{}; });
     }
   }
@@ -86,13 +86,13 @@ struct CodeBlocks {
     const int each = values.format.words(values.dim);
     for (int g = 0; g < scales.groups; ++g) {
       float* factors = scales.factors + g * BLOCK_KEYS;
-      Ints most = {};
+      Ints max_value = {};
       Floats x[VECTORS];
       for (int i = 0; i < VECTORS; ++i) {
         x[i] = scales_of(values, block + i * LANES, g);
-        most = larger(most, magnitude(x[i]));
+        max_value = larger(max_value, magnitude(x[i]));
       }
-      const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
+      const float top = float_of(_mm512_reduce_max_epi32((__m512i)max_value));
       const Floats factor = broadcast(top > 1e-30f ? WEIGHT_UNIT / top : 0);
       for (int i = 0; i < VECTORS; ++i) store(factors + i * LANES, x[i] * factor);
       scales.units[g] = top * (1 / WEIGHT_UNIT);

@@ -43,13 +43,13 @@ struct KeyRanges {
   // The same for W vectors from number d on, of which `there` are numbers.
   template <int W, class T>
   void add_columns(const T* keys, int64_t dim, int d, bool first, __mmask32 there = ~0u) const {
-    __m512i most[W], least[W], top[W];
+    __m512i max_value[W], least[W], top[W];
     const auto numbers = [&](const T* from, int w) {
       return W > 1 ? _mm512_loadu_si512(from + 32 * w) : _mm512_maskz_loadu_epi16(there, from);
     };
     T* to = static_cast<T*>(seen) + d;
     for (int w = 0; w < W; ++w) {
-      most[w] = numbers(first ? keys : to, w), least[w] = numbers(first ? keys : to + dim, w);
+      max_value[w] = numbers(first ? keys : to, w), least[w] = numbers(first ? keys : to + dim, w);
       top[w] = numbers(first ? keys : to + 2 * dim, w);
     }
 #pragma GCC unroll 4
@@ -57,12 +57,12 @@ struct KeyRanges {
 #pragma GCC unroll 2
       for (int w = 0; w < W; ++w) {
         const __m512i x = numbers(keys, w);
-        most[w] = _mm512_max_epu16(most[w], x), least[w] = _mm512_min_epu16(least[w], x);
+        max_value[w] = _mm512_max_epu16(max_value[w], x), least[w] = _mm512_min_epu16(least[w], x);
         top[w] = _mm512_max_epi16(top[w], x);
       }
     }
     for (int w = 0; w < W; ++w) {
-      _mm512_mask_storeu_epi16(to + 32 * w, there, most[w]);
+      _mm512_mask_storeu_epi16(to + 32 * w, there, max_value[w]);
       _mm512_mask_storeu_epi16(to + dim + 32 * w, there, least[w]);
       _mm512_mask_storeu_epi16(to + 2 * dim + 32 * w, there, top[w]);
     }
@@ -79,9 +79,10 @@ struct KeyRanges {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
     };
     for (int d = 0; d < dim; d += LANES) {
-      const __m256i most = bits(0, d), least = bits(1, d), top = bits(2, d);
-      const __mmask16 below = _mm256_movepi16_mask(most), all_below = _mm256_movepi16_mask(top);
-      put(low + d, _mm256_mask_blend_epi16(below, least, most));
+      const __m256i max_value = bits(0, d), least = bits(1, d), top = bits(2, d);
+      const __mmask16 below = _mm256_movepi16_mask(max_value),
+                      all_below = _mm256_movepi16_mask(top);
+      put(low + d, _mm256_mask_blend_epi16(below, least, max_value));
       put(high + d, _mm256_mask_blend_epi16(all_below, top, least));
     }
   }
@@ -138,19 +139,19 @@ void round_keys(const T* keys, int dim, int words, const KeyRanges& ranges, cons
 template <class T>
 float highest_magnitude(const T* from, int64_t count) {
   constexpr int CHAINS = 4;
-  __m512i most[CHAINS];
-  for (__m512i& x : most) x = _mm512_setzero_si512();
-  const auto take = [&](__m512i& most, __m512i x) {
-    most = _mm512_max_epi16(most, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
+  __m512i max_value[CHAINS];
+  for (__m512i& x : max_value) x = _mm512_setzero_si512();
+  const auto take = [&](__m512i& max_value, __m512i x) {
+    max_value = _mm512_max_epi16(max_value, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
   };
   int64_t i = 0;
   for (; i + 32 * CHAINS <= count; i += 32 * CHAINS)
 #pragma GCC unroll 4
-    for (int c = 0; c < CHAINS; ++c) take(most[c], _mm512_loadu_si512(from + i + 32 * c));
-  for (; i + 32 <= count; i += 32) take(most[0], _mm512_loadu_si512(from + i));
-  for (int c = 1; c < CHAINS; ++c) take(most[0], most[c]);
+    for (int c = 0; c < CHAINS; ++c) take(max_value[c], _mm512_loadu_si512(from + i + 32 * c));
+  for (; i + 32 <= count; i += 32) take(max_value[0], _mm512_loadu_si512(from + i));
+  for (int c = 1; c < CHAINS; ++c) take(max_value[0], max_value[c]);
   T each[32];
-  _mm512_storeu_si512(each, most[0]);
+  _mm512_storeu_si512(each, max_value[0]);
   Ints largest = larger(magnitude(load(each)), magnitude(load(each + LANES)));
   return float_of(_mm512_reduce_max_epi32((__m512i)largest));
 }
@@ -235,12 +236,12 @@ struct NumberBlocks {
     const int dim = keys.dim;
     for (int64_t r = 0; r < rows; ++r, q += dim) {
       Floats product = {};
-      Ints most = {};
+      Ints max_value = {};
       for (int d = 0; d < dim; d += LANES) {
         product = multiply_add(load(q + d), load(ranges.middle + d), product);
-        most = larger(most, magnitude(load(q + d) * load(ranges.half + d)));
+        max_value = larger(max_value, magnitude(load(q + d) * load(ranges.half + d)));
       }
-      const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
+      const float top = float_of(_mm512_reduce_max_epi32((__m512i)max_value));
       to.round(r, top, sum_lanes(product),
                [&](int d) { return load_group(q, d, dim) * load_group(ranges.half, d, dim); });
       to.scales[r] /= 127;  // a step is 1/127 of half a range

@@ -57,8 +57,8 @@ __attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int
   Ints lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
   if (rules.by_distance) {
-    const int64_t most = rules.lowest + rules.distances - 1;
-    const int64_t at = start - state.positions[row] + most + BLOCK_KEYS;
+    const int64_t max_distance = rules.lowest + rules.distances - 1;
+    const int64_t at = start - state.positions[row] + max_distance + BLOCK_KEYS;
     const float* bias = state.by_distance[row] +
                         std::max<int64_t>(0, std::min<int64_t>(at, rules.distances + BLOCK_KEYS));
     for (int i = 0; i < BLOCK_KEYS / LANES; ++i) s[i] += load(bias + i * LANES);
@@ -78,11 +78,11 @@ __attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int
     }
   }
   const int seen = (end + LANES - 1) / LANES;  // vectors of scores
-  Floats most = s[0];
+  Floats max_value = s[0];
 #pragma GCC unroll 1
-  for (int i = 1; i < seen; ++i) most = larger(most, s[i]);
+  for (int i = 1; i < seen; ++i) max_value = larger(max_value, s[i]);
   const float before = state.highest[row];
-  const float now = larger(max_lane(most), broadcast(before))[0];
+  const float now = larger(max_lane(max_value), broadcast(before))[0];
   const Floats base = broadcast(finite(now));
   Floats sum = {};
 #pragma GCC unroll 1
@@ -150,7 +150,7 @@ struct Block {
     return columns;
   }
 
-  // What to prefetch while keys are used (the values), and while values are (the next keys).
+  // Memory to prefetch while keys are used (the values), and while values are used (the next keys).
   const char* after_keys() const {
     return call.shared ? call.keys.at(next) : call.values.at(vector);
   }

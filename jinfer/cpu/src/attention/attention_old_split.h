@@ -94,8 +94,8 @@ struct OldSplit {
   Blocks& blocks;
   Int8Queries queries;
 
-  // What to prefetch while block b is computed: the next values, and keys. Ranges take a pass over
-  // a split's keys, so that these are prefetched a split ahead, but int8 keys a block ahead.
+  // Memory to prefetch while block b is computed: the next values, and keys. Ranges take a pass
+  // over a split's keys, so that these are prefetched a split ahead, but int8 keys a block ahead.
   const char* next_values(int b) const {
     return (call.shared ? call.keys : call.values).at(next_vector(b));
   }
@@ -115,7 +115,7 @@ struct OldSplit {
     return int(BLOCK_KEYS * call.keys.stride() * 4 / call.keys.padded());
   }
 
-  // Of a split's block b, what is read before its keys.
+  // Memory of a split's block b that is read before its keys.
   void prefetch_ranges(const SplitBlocks& split, int b) const {
     const Int8Block block = int8_block(call, split.vectors[b]);
     prefetch_lines(block.data, Int8Block::HEADER);
@@ -124,10 +124,10 @@ struct OldSplit {
 
   // Scores of `count` rows with a block's keys, and their largest; prefetches as int8_scores().
   void score(int row, int count, const int32_t* keys, const float* key_scales, const char* later,
-             int ahead, float* scores, Floats* most) const {
+             int ahead, float* scores, Floats* max_value) const {
     each_height(count, [&](auto m, int r) {
       int8_scores<m.value, Blocks::scaled>(queries, row + r, keys, key_scales, later, ahead,
-                                           scores + r * BLOCK_KEYS, most + r);
+                                           scores + r * BLOCK_KEYS, max_value + r);
     });
   }
 
@@ -144,7 +144,7 @@ struct OldSplit {
   template <class Reserve>
   void attend_few(const Reserve& reserve, int32_t* keys, float* key_scales) {
     alignas(64) float scores[FEW_ROWS * BLOCK_KEYS], keep[LANES];
-    Floats most[LANES];
+    Floats max_value[LANES];
     int32_t* weights =
         reinterpret_cast<int32_t*>(reserve(value_groups * int64_t(INT8_ROWS * PAIRS)));
     float* units = reserve(value_groups * LANES);
@@ -154,9 +154,9 @@ struct OldSplit {
       const char* from = later_keys(b);
       const int32_t* columns = blocks.read_keys(own.vectors[b], from, ahead, keys, key_scales);
       if (blocks.cached && later_int8) prefetch_ranges(later, b);
-      score(0, rows, columns, key_scales, from + begun, ahead, scores, most);
+      score(0, rows, columns, key_scales, from + begun, ahead, scores, max_value);
       const auto values = blocks.read_values(own.vectors[b]);
-      state.weigh(0, rows, scores, most, blocks.scales, weights, keep, units);
+      state.weigh(0, rows, scores, max_value, blocks.scales, weights, keep, units);
       const char* next = next_values(b);
       each_height(rows, [&](auto m, int r) {
         add_stored<m.value>(blocks.scales, values, next, weights + r * PAIRS, keep + r, units + r,
@@ -187,9 +187,9 @@ struct OldSplit {
       for (int row = 0; row < rows; row += INT8_ROWS) {
         const int count = std::min(INT8_ROWS, rows - row);
         alignas(64) float scores[INT8_ROWS * BLOCK_KEYS], keep[LANES];
-        Floats most[LANES];
-        score(row, count, columns, key_scales, nullptr, 0, scores, most);
-        state.weigh(row, count, scores, most, blocks.scales, weights, keep, units);
+        Floats max_value[LANES];
+        score(row, count, columns, key_scales, nullptr, 0, scores, max_value);
+        state.weigh(row, count, scores, max_value, blocks.scales, weights, keep, units);
         each_height(count, [&](auto m, int r) {
           add_words<m.value>(blocks.scales, words, weights + r * PAIRS, keep + r, units + r,
                              state.sums + (row + r) * state.stride + 16, state.stride);
@@ -255,7 +255,7 @@ void attend_old_blocks(const Call& call, const Tile& tile, int split, const Next
 void attend_old_split(const Call& call, const Tile& tile, int split, const NextSplit& next,
                       const float* q, float* partial, float* scratch) {
   const auto attend = call.keys.dtype == DType::quantized ? attend_old_blocks<CodeBlocks>
-                      : call.keys.dtype == DType::f16 ? attend_old_blocks<NumberBlocks<Float16>>
+                      : call.keys.dtype == DType::f16     ? attend_old_blocks<NumberBlocks<Float16>>
                                                       : attend_old_blocks<NumberBlocks<BFloat16>>;
   attend(call, tile, split, next, q, partial, scratch);
 }

@@ -30,36 +30,36 @@ class TilePlan {
  public:
   int64_t items;    // work items
   int64_t threads;  // worth using
-  int64_t room;     // floats of partial results
+  int64_t buffer;   // floats of partial results
 
   struct Piece {
     Tile tile;
     int split;  // -1: the whole tile
   };
 
-  void make(const Call& call, int64_t most_threads) {
+  void make(const Call& call, int64_t max_threads) {
     runs_.clear(), split_tiles_.clear(), padding_.clear(), int8_splits_.clear(), taken_.clear();
     if (call.written && call.int8_keys) add_int8_splits(call);
-    add_runs(call, most_threads);
+    add_runs(call, max_threads);
     int64_t all = 0;
     for (const TokenRun& run : runs_) all += call.kv_heads * multiplications(call, run);
-    threads = std::max<int64_t>(1, std::min(most_threads, all / MIN_WORK_PER_THREAD));
+    threads = std::max<int64_t>(1, std::min(max_threads, all / MIN_WORK_PER_THREAD));
     // Longest first, for load balance.
     const auto longer = [&](const TokenRun& a, const TokenRun& b) {
       return multiplications(call, a) > multiplications(call, b);
     };
     if (!std::is_sorted(runs_.begin(), runs_.end(), longer))
       std::stable_sort(runs_.begin(), runs_.end(), longer);
-    items = room = 0;
+    items = buffer = 0;
     for (TokenRun& run : runs_) {
       const int splits = tile_of(call, run, 0).splits();
       const int64_t floats = call.kv_heads * splits * run.rows * partial_floats(call);
-      const bool whole = threads < 2 || splits < 2 || room + floats > MAX_PARTIAL_FLOATS ||
+      const bool whole = threads < 2 || splits < 2 || buffer + floats > MAX_PARTIAL_FLOATS ||
                          multiplications(call, run) * 4 * threads < all;
-      run.pieces = whole ? 1 : splits, run.item = items, run.at = room;
+      run.pieces = whole ? 1 : splits, run.item = items, run.at = buffer;
       items += call.kv_heads * run.pieces;
       if (whole) continue;
-      room += floats;
+      buffer += floats;
       for (int64_t head = 0; head < call.kv_heads; ++head)
         split_tiles_.push_back(tile_of(call, run, head));
     }
@@ -132,9 +132,10 @@ class TilePlan {
 
   void add_runs(const Call& call, int64_t threads) {
     const int64_t share = call.tokens * call.kv_heads / (TILES_PER_THREAD * threads);
-    const int64_t wanted = std::max<int64_t>(share, (MIN_TILE_ROWS + call.group - 1) / call.group);
-    const int64_t most =
-        std::max<int64_t>(1, std::min<int64_t>(MAX_TILE_ROWS / call.group, wanted));
+    const int64_t min_tokens =
+        std::max<int64_t>(share, (MIN_TILE_ROWS + call.group - 1) / call.group);
+    const int64_t max_tokens =
+        std::max<int64_t>(1, std::min<int64_t>(MAX_TILE_ROWS / call.group, min_tokens));
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
@@ -143,7 +144,7 @@ class TilePlan {
       }
       int first, end;
       call.seen(token, &first, &end);
-      for (; count < most && token + count < call.tokens; ++count) {
+      for (; count < max_tokens && token + count < call.tokens; ++count) {
         if (call.rows[token + count] != call.rows[token]) break;
         int from, to;
         call.seen(token + count, &from, &to);

@@ -1,7 +1,7 @@
 // Attention's two matrix products: query x key scores, and weights x values.
 //
 // There are forms for few and for many rows, and for several types of keys and values. All add in
-// the same order, so a row's bits do not tell which form computed it: scores over the head's
+// the same order, so a row's bits do not depend on the form: scores over the head's
 // dimensions in order, results over the keys in order.
 #pragma once
 

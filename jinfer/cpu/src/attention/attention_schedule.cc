@@ -46,7 +46,7 @@ ffi::ErrorOr<const CachedPlan*> PlanCache::of(const Call& call, const ffi::Threa
   CachedPlan* cached = plans_[used_++].get();
   cached->call = call;
   cached->writes_in_tile = call.written && writes_are_disjoint(call);
-  cached->plan.make(call, most_threads(pool));
+  cached->plan.make(call, max_threads(pool));
   return const_cast<const CachedPlan*>(cached);
 }
 
@@ -61,7 +61,7 @@ AttentionWork::AttentionWork(const Call& call, const CachedPlan& cached)
 }
 
 int64_t AttentionWork::threads() const { return planned_->plan.threads; }
-int64_t AttentionWork::room() const { return planned_->plan.room; }
+int64_t AttentionWork::buffer() const { return planned_->plan.buffer; }
 
 void AttentionWork::bind(const void* q, const void* k, const void* v, void* out, float* partial) {
   call_.q = q, call_.k = k, call_.v = v, call_.out = out, partial_ = partial;

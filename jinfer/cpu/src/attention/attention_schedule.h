@@ -44,7 +44,7 @@ class AttentionWork {
   const Call& call() const { return call_; }
   int64_t chunks(int64_t stage) const { return chunks_[stage]; }
   int64_t threads() const;  // worth using
-  int64_t room() const;     // floats of partial results, from the second stage to the third
+  int64_t buffer() const;   // floats of partial results, from the second stage to the third
 
   // Sets the pointers of matrices, and of room for partial results.
   void bind(const void* q, const void* k, const void* v, void* out, float* partial);

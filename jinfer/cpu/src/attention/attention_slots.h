@@ -32,7 +32,7 @@ inline ffi::Error check_slots(const Call& call) {
       const int64_t entry = call.positions[t] / call.size;
       if (call.positions[t] < 0 || entry >= call.width)
         return outside(t, "has no place in its table");
-      if (!within(row, entry)) return outside(t, "stands in a block that is not in the pool");
+      if (!within(row, entry)) return outside(t, "is in a block that is not in the pool");
     }
     int from, to;
     call.seen(t, &from, &to);

@@ -44,8 +44,8 @@ inline void from_floats(DType dtype, const float* from, int64_t count, void* to)
     auto within = [](float x) { return std::min(std::max(x, -65504.0f), 65504.0f); };
 #if defined(__AVX512F__)
     for (; i + 16 <= count; i += 16) {
-      __m512 x = _mm512_loadu_ps(from + i), most = _mm512_set1_ps(65504.0f);
-      x = _mm512_min_ps(most, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), most), x));
+      __m512 x = _mm512_loadu_ps(from + i), max_value = _mm512_set1_ps(65504.0f);
+      x = _mm512_min_ps(max_value, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), max_value), x));
       _mm256_storeu_si256((__m256i*)(y + i), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
@@ -190,13 +190,13 @@ inline Floats max_lane_or_nan(Floats x) {
 // Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a
 // NaN gets NaN numbers, so that corruption does not pass for text.
 inline void encode_block(const KvFormat& c, const float* x, uint16_t* numbers, uint8_t* codes) {
-  Floats lowest = load(x), most = lowest;
+  Floats lowest = load(x), max_value = lowest;
 #pragma GCC unroll 8
   for (int i = LANES; i < 32; i += LANES) {
     lowest = -max_or_nan(-lowest, -load(x + i));
-    most = max_or_nan(most, load(x + i));
+    max_value = max_or_nan(max_value, load(x + i));
   }
-  const float low = -max_lane_or_nan(-lowest)[0], high = max_lane_or_nan(most)[0];
+  const float low = -max_lane_or_nan(-lowest)[0], high = max_lane_or_nan(max_value)[0];
   auto half = [](float y) { return to_f16(std::min(std::max(y, -65504.0f), 65504.0f)); };
   float base = 0, offset = 0;
   if (c.symmetric) {

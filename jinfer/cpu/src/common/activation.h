@@ -5,7 +5,7 @@
 
 namespace jinfer {
 
-// Indices of ACTIVATIONS in quantized_matmul.py. GLU has those up to `relu`.
+// Indices of ACTIVATIONS in matmul_call.py. GLU has those up to `relu`.
 enum class Activation : int {
   none = 0,
   silu = 1,

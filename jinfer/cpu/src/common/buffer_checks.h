@@ -34,7 +34,7 @@ inline bool dtype_of(xla::ffi::DataType type, DType* dtype) {
   }
 }
 
-// What is wrong with a call; its handler adds the name.
+// The error of a call; its handler adds the name.
 inline xla::ffi::Error refuse(const std::string& what) {
   return xla::ffi::Error::InvalidArgument(what);
 }

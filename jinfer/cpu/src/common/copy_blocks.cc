@@ -14,9 +14,10 @@ namespace {
 ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
                        ffi::Buffer<ffi::S32> targets, ffi::Buffer<ffi::S32> count,
                        ffi::RemainingArgs arrays, ffi::RemainingRets out) {
-  const int64_t most = sources.element_count();
+  const int64_t capacity = sources.element_count();
   const int64_t copies = count.element_count() == 1 ? count.typed_data()[0] : -1;
-  if (!has_shape(targets, {most}) || copies < 0 || copies > most || arrays.size() != out.size()) {
+  if (!has_shape(targets, {capacity}) || copies < 0 || copies > capacity ||
+      arrays.size() != out.size()) {
     return refuse("copies do not fit each other");
   }
   for (int64_t i = 0; i < copies; ++i) {

@@ -1,4 +1,4 @@
-// Expert selection: which matrix of a stack a row of activations is multiplied with.
+// Expert selection: the matrix of a stack for each row of activations.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace jinfer {
 
-// Numbered as in `selection` of quantized_matmul.py.
+// Numbered as in `selection` of matmul_call.py.
 enum ExpertSelect : int64_t { kSingle = 0, kIndex = 1, kOffsets = 2 };
 
 // Rows that use the same matrix of each stack.

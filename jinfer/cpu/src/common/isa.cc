@@ -40,8 +40,8 @@ bool may_use_tiles() {
 #elif defined(__linux__)
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;
-  constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & wanted) != wanted) return false;
+  constexpr unsigned requested = 1u << 22 | 1u << 24 | 1u << 25;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & requested) != requested) return false;
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #else
   return false;

@@ -17,8 +17,8 @@ enum class Isa : int {
 // was compiled for.
 Isa isa();
 
-// Whether software prefetching into L2 gets in the way of the hardware's: on a Zen 4, where both
-// share a few buffers.
+// Whether software prefetching into L2 hinders the hardware's: on a Zen 4, where both share a few
+// buffers.
 #if defined(__x86_64__)
 bool prefers_hardware_prefetch();
 #else

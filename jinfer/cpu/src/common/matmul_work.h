@@ -19,7 +19,7 @@ namespace jinfer {
 // kWorthThread.
 inline int64_t threads_for(int64_t work, const ffi::ThreadPool& pool) {
   constexpr int64_t kWorthThreads = 96 << 10, kWorthThread = 32 << 10;
-  return work < kWorthThreads ? 1 : std::min<int64_t>(most_threads(pool), work / kWorthThread);
+  return work < kWorthThreads ? 1 : std::min<int64_t>(max_threads(pool), work / kWorthThread);
 }
 
 // Use: partition, set outputs and memory for prepared rows, prepare the rows, then run each chunk

@@ -53,13 +53,13 @@ std::atomic<int64_t> thread_limit{INT64_MAX};
 
 }  // namespace
 
-int64_t most_threads(const ffi::ThreadPool& pool) {
+int64_t max_threads(const ffi::ThreadPool& pool) {
   return std::min<int64_t>(pool.num_threads(), thread_limit.load(std::memory_order_relaxed));
 }
 
-// At most as many helpers are awake as there are cores beside the caller's, which is not always one
-// of the pool's threads. One more would share a core with another spinning thread, which takes the
-// system milliseconds to resolve.
+// At most as many helpers are awake as there are cores other than the caller's; the caller may not
+// be a thread of the pool. One more helper would share a core with another spinning thread, which
+// takes the system milliseconds to resolve.
 void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
   HelperPool& t = helper_pool();
   uint64_t number;
@@ -67,7 +67,7 @@ void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpe
     std::lock_guard<std::mutex> lock(t.mutex);
     t.job = job;
     number = t.posted.fetch_add(1, std::memory_order_release) + 1;
-    helpers = std::min(helpers, most_threads(pool) - 1 - t.awake);
+    helpers = std::min(helpers, max_threads(pool) - 1 - t.awake);
     t.awake += std::max<int64_t>(helpers, 0);
   }
   for (; helpers > 0; --helpers) pool.Schedule([job, number] { help(job, number); });

@@ -35,7 +35,7 @@ class SpinWait {
 };
 
 // Threads to share work among: the pool's, at most as jinfer_limit_threads() says.
-int64_t most_threads(const ffi::ThreadPool& pool);
+int64_t max_threads(const ffi::ThreadPool& pool);
 
 // Work in stages, each of which begins when the one before has ended. A stage consists of chunks,
 // split into runs of neighbours. A thread begins with a run of its own and then helps with others,
@@ -113,8 +113,8 @@ void run_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64
                 const Work& work) {
   const int64_t stages = static_cast<int64_t>(chunks.size());
   if (stages == 0) return;
-  const int64_t most = *std::max_element(chunks.begin(), chunks.end());
-  threads = std::min({threads, most, most_threads(pool)});
+  const int64_t max_chunks = *std::max_element(chunks.begin(), chunks.end());
+  threads = std::min({threads, max_chunks, max_threads(pool)});
   if (threads < 2) {
     for (int64_t stage = 0; stage < stages; ++stage)
       for (int64_t chunk = 0; chunk < chunks[stage]; ++chunk) work(stage, chunk);

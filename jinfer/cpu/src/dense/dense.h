@@ -1,5 +1,5 @@
-// Matmul with float32, bfloat16, float16, int8 and scaled E4M3 matrices: the interface between driver and
-// kernels.
+// Matmul with float32, bfloat16, float16, int8 and scaled E4M3 matrices: the interface between
+// driver and kernels.
 #pragma once
 
 #include <cstdint>

@@ -48,12 +48,12 @@ struct Weights {
   int64_t stride;  // bytes
 };
 
-// `room`: pairs, for a copy.
-Weights weights_at(const DenseMatrix& w, int64_t output, float* room) {
+// `buffer`: pairs, for a copy.
+Weights weights_at(const DenseMatrix& w, int64_t output, float* buffer) {
   const char* from = static_cast<const char*>(w.data) + 2 * output * w.inputs;
   if (output + OUTPUTS <= w.outputs && w.inputs % DEPTH == 0) return {from, 2 * w.inputs};
   const int64_t stride = 4 * pairs_of(w.inputs), count = std::min(OUTPUTS, w.outputs - output);
-  char* copy = reinterpret_cast<char*>(room);
+  char* copy = reinterpret_cast<char*>(buffer);
   memset(copy, 0, OUTPUTS * stride);
   for (int64_t n = 0; n < count; ++n)
     memcpy(copy + n * stride, from + 2 * n * w.inputs, 2 * w.inputs);
@@ -126,24 +126,24 @@ void multiply(const DenseMatrix& w, const float* x, int64_t rows, int64_t first,
       const int64_t width = width_of(row, rows);
       const Tiles configured(tiles_of(width));
       for (; row < last && width_of(row, rows) == width;) {
-        const int64_t beside = row + ROWS < last && width_of(row + ROWS, rows) == width ? 2 : 1;
+        const int64_t adjacent = row + ROWS < last && width_of(row + ROWS, rows) == width ? 2 : 1;
         const float* of[2] = {x + row * pairs, x + (row + ROWS) * pairs};
         for (int64_t o = 0; o < tiles; o += 2) {
           const int64_t below = std::min<int64_t>(2, tiles - o);
           const auto multiply = below > 1
-                                    ? (beside > 1 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
-                                    : (beside > 1 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
+                                    ? (adjacent > 1 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
+                                    : (adjacent > 1 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
           multiply(weights + o, of, pairs, width, sums);
           for (int64_t k = 0; k < below; ++k) {
             const int64_t output = output_block + (o + k) * OUTPUTS;
-            for (int64_t i = 0; i < beside; ++i) {
+            for (int64_t i = 0; i < adjacent; ++i) {
               const int64_t at = row + i * ROWS;  // the tile's first row
               put(sums[2 * k + i], std::max<int64_t>(first - at, 0), std::min(width, last - at),
                   std::min(OUTPUTS, end - output), y + (at - first) * stride + output, stride);
             }
           }
         }
-        row += beside * ROWS;
+        row += adjacent * ROWS;
       }
     }
   }

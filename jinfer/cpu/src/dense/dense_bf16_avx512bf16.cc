@@ -23,7 +23,7 @@ static_assert(LANES == PAIRS);
 
 int64_t pairs_of(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * PAIRS; }
 
-// Pairs 32 numbers of 16 bits as said above.
+// Pairs 32 numbers of 16 bits as described above.
 __m512i paired(__m512i numbers) {
   alignas(64) static constexpr auto order = [] {
     struct {
@@ -45,8 +45,8 @@ void pack(const float* x, int64_t inputs, int64_t row, int64_t, float* all) {
   }
 }
 
-// Columns of 16 outputs and 32 inputs: columns[pair][output]. Of the outputs `count` are there,
-// and of the inputs `left`; what is not is 0. `next`: what to prefetch, for the first output.
+// Columns of 16 outputs and 32 inputs: columns[pair][output]. `count` outputs and `left` inputs
+// exist; the others are 0. `next`: memory to prefetch, for the first output.
 void load_columns(const uint16_t* weights, int64_t inputs, int64_t count, int64_t left,
                   const uint16_t* next, Floats* columns) {
   const __mmask32 mask = left < DEPTH ? (1u << left) - 1 : ~0u;

@@ -16,7 +16,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Options shared by a product's matrices; see dense_matmul.py.
+// Options shared by a product's matrices; see matmul_call.py.
 struct DenseOptions {
   int64_t activation;
   bool stacked;          // weights are stacks

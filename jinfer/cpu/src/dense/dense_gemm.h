@@ -4,8 +4,8 @@
 // sums are reduced at the end. GEMM (many rows) first packs weights into panels of float32 columns,
 // so nothing is reduced across lanes and 16-bit weights are converted once.
 //
-// Both add in the same order, so the bits of a result do not tell how many rows there were: sum i <
-// LANES is over inputs i, i + LANES, ... in order; `horizontal_sums` says how these are added.
+// Both add in the same order, so the bits of a result do not depend on the number of rows: sum i <
+// LANES is over inputs i, i + LANES, ... in order; `horizontal_sums` adds these.
 #pragma once
 
 #include <algorithm>
@@ -109,8 +109,8 @@ void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64
   }
 }
 
-// How to stream weights differs between processors and row lengths. Hardware prefetchers follow
-// long rows, several side by side, best without software prefetch. Short rows end before the
+// The best way to stream weights depends on processor and row length. Hardware prefetchers follow
+// long rows, several in parallel, best without software prefetch. Short rows end before the
 // hardware locks on: there the next memory is prefetched NEAR ahead, two rows at a time. More than
 // two rows of activations are compute-bound. With vectors of 16 one row of weights is read at a
 // time, prefetched FAR ahead into L2 unless the hardware does better alone

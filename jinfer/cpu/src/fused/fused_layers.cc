@@ -97,19 +97,19 @@ class FusedLayers {
             memory_.allocate(schedule.rows * product->row_bytes(form), stage - 1, stage));
     for (size_t i = 0; i < schedule.attentions.used; ++i) {
       const FusedAttention& a = *schedule.attentions.all[i];
-      offsets_.push_back(memory_.allocate(a.work.room() * 4, a.stage + 1, a.stage + 2));
+      offsets_.push_back(memory_.allocate(a.work.buffer() * 4, a.stage + 1, a.stage + 2));
     }
-    char* room = memory_.room();
+    char* buffer = memory_.buffer();
     const size_t* at = offsets_.data();
     for (Value& value : schedule.values)
       if (value.stage >= 0 && !value.y)
         value.y =
-            value.in < 0 ? reinterpret_cast<float*>(room + *at++) : schedule.values[value.in].y;
+            value.in < 0 ? reinterpret_cast<float*>(buffer + *at++) : schedule.values[value.in].y;
     for (const ScheduledMatmul& scheduled : schedule.products)
-      for (char*& rows : scheduled.product->rows) rows = room + *at++;
+      for (char*& rows : scheduled.product->rows) rows = buffer + *at++;
     partials_.clear();
     for (size_t i = 0; i < schedule.attentions.used; ++i)
-      partials_.push_back(reinterpret_cast<float*>(room + *at++));
+      partials_.push_back(reinterpret_cast<float*>(buffer + *at++));
   }
 
   // Sums take over the memory of products that nothing else reads.

@@ -1,4 +1,4 @@
-// Memory of values of fused layers: what no later stage reads is reused.
+// Memory of values of fused layers: reused if no later stage reads it.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ class StageMemory {
     return (end_ += bytes) - bytes;
   }
 
-  // All that was allocated, aligned to 64 bytes.
-  char* room() {
+  // All allocated memory, aligned to 64 bytes.
+  char* buffer() {
     if (memory_.size() < end_ + 64) memory_ = std::vector<char>(end_ + 64);
     return memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
   }

@@ -68,7 +68,7 @@ class FusedSchedule {
     return operands.done() ? ffi::Error::Success() : refuse("wrong number of buffers");
   }
 
-  // What is scheduled; memory of values and of products is assigned later.
+  // The scheduled work; memory of values and of products is assigned later.
   int64_t rows = 0, stage_count = 0;
   std::vector<Value> values;
   std::vector<ScheduledMatmul> products;

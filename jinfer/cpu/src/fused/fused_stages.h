@@ -1,4 +1,4 @@
-// Stages of fused layers, and what runs in them: row-wise operations, matmuls, attention.
+// Stages of fused layers and their work: row-wise operations, matmuls, attention.
 #pragma once
 
 #include <cstdint>

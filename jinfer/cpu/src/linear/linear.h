@@ -34,7 +34,7 @@ struct Matrix {
   int shared() const { return std::max(1, block / width()); }
 };
 
-// Whose operands rows of activations are.
+// Kernels that read rows of activations.
 enum class ActivationForm {
   records,     // dot products of bytes
   tiles,       // AMX tiles of bytes

@@ -34,15 +34,15 @@ struct QuantizedColumn {
   }
 };
 
-// A row's activations from `first` on: where they are, or `room`, with 0 after the last one.
+// A row's activations from `first` on: where they are, or `buffer`, with 0 after the last one.
 template <int count>
 inline const float* padded_inputs(const float* x, int64_t inputs, int64_t first,
-                                  float (&room)[count]) {
+                                  float (&buffer)[count]) {
   const int64_t left = inputs - first;
   if (left >= count) return x + first;
-  std::memset(room, 0, sizeof room);
-  if (left > 0) std::memcpy(room, x + first, left * sizeof(float));
-  return room;
+  std::memset(buffer, 0, sizeof buffer);
+  if (left > 0) std::memcpy(buffer, x + first, left * sizeof(float));
+  return buffer;
 }
 
 // Quantizes a column's activations to integers up to `limit`, with their scale. A block that is not
@@ -52,14 +52,14 @@ QuantizedColumn quantize_column(const float* x, int64_t inputs, int64_t column, 
   alignas(64) float padded[32];
   const float* from = padded_inputs(x, inputs, column * 32, padded);
   const uint32_t bits = Vector::magnitude(from);
-  float most;
-  std::memcpy(&most, &bits, 4);
-  const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
-  scale = finite ? (some ? most / limit : 0.0f) : NAN;
+  float max_value;
+  std::memcpy(&max_value, &bits, 4);
+  const bool finite = bits < 0x7f800000u, some = finite && max_value >= 1e-30f;
+  scale = finite ? (some ? max_value / limit : 0.0f) : NAN;
   QuantizedColumn whole = {};
   for (int i = 0; some && i < 32 / L; ++i)
-    whole.v[i] =
-        Vector::rounded(Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
+    whole.v[i] = Vector::rounded(
+        Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / max_value)));
   return whole;
 }
 

@@ -127,10 +127,10 @@ void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* 
   }
 }
 
-// `room`: twice the numbers of a block.
+// `buffer`: twice the numbers of a block.
 template <int g>
 void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block& block,
-                float* room) {
+                float* buffer) {
   using Codes = void (*)(const MatmulPlan&, const Groups<g>&, uint8_t*);
   static constexpr Codes codes[] = {nullptr,
                                     nullptr,
@@ -145,7 +145,7 @@ void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block&
   const Groups<g> groups(first, end);
   codes[m.bits](plan, groups, block.codes);
   const int64_t count = plan.units * plan.parts;
-  float* of[2] = {room, room + g * count * L};
+  float* of[2] = {buffer, buffer + g * count * L};
   for (int j = 0; j < g; ++j)
     plan.fill(plan, groups.of[j] * m.superblocks * m.R, m.superblocks, of[0] + j * count * L,
               of[1] + j * count * L);
@@ -258,10 +258,10 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   // Fewer rows than a tile's are copied; the rest is ignored.
   const int64_t copied = rows < kTileRows ? kTileRows * row_bytes : 0;
   char* memory = scratch.get(together * block_bytes + 2 * 4 * numbers + copied);
-  float* room = reinterpret_cast<float*>(memory + together * block_bytes);
+  float* buffer = reinterpret_cast<float*>(memory + together * block_bytes);
   const char* from = x.data;
   if (copied) {
-    char* copy = reinterpret_cast<char*>(room + 2 * numbers);
+    char* copy = reinterpret_cast<char*>(buffer + 2 * numbers);
     std::memcpy(copy, x.data, rows * row_bytes);
     std::memset(copy + rows * row_bytes, 0, copied - rows * row_bytes);
     from = copy;
@@ -282,7 +282,7 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   for (int64_t first = 0; first < blocks; first += together) {
     const int64_t here = std::min(together, blocks - first);
     for (int64_t i = 0; i < here; ++i)
-      fill_block<g>(plan, begin + (first + i) * g, end, block_at(i), room);
+      fill_block<g>(plan, begin + (first + i) * g, end, block_at(i), buffer);
     for (int64_t next = 0, done = 0; next < rows; next += kTileRows, done = next) {
       // Repeats some rows at the end.
       const int64_t row = std::max<int64_t>(0, std::min(next, rows - kTileRows));

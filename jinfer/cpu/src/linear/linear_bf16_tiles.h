@@ -1,6 +1,5 @@
-// Quantized GEMM in AMX tiles of bfloat16, for many rows: panels of weights are decoded once, with
-// their scales and bases in them, to what a tile's columns hold; then nothing but tiles is loaded,
-// multiplied and stored.
+// Quantized GEMM in AMX tiles of bfloat16, for many rows: panels of weights, with scales and bases,
+// are decoded once to a tile's columns; then tiles alone are loaded, multiplied and stored.
 //
 // Bits are those of a bfloat16 matrix (dense_bf16_amx.cc), not of the kernels of bytes.
 #pragma once
@@ -62,9 +61,9 @@ struct Bf16Bytes {
 };
 
 // Decodes 16 outputs to tiles, one per column of 32 inputs: [16 pairs][16 outputs][2].
-// `room`: twice the numbers of a block.
+// `buffer`: twice the numbers of a block.
 template <int bits, int g, int parts>
-void fill_bf16(const MatmulPlan& plan, const Groups<g>& groups, const float* room, char* to) {
+void fill_bf16(const MatmulPlan& plan, const Groups<g>& groups, const float* buffer, char* to) {
   static constexpr Bf16Order<g> order;
   static constexpr Bf16Bytes bytes;
   constexpr int numbers = per_code_of(bits) * parts;
@@ -85,7 +84,7 @@ void fill_bf16(const MatmulPlan& plan, const Groups<g>& groups, const float* roo
       for (int n = 0; n < numbers; ++n) {
         UNROLL
         for (int j = 0; j < g; ++j)
-          both[k][n][j] = Vector::load(room + k * all + (j * count + i * numbers + n) * L);
+          both[k][n][j] = Vector::load(buffer + k * all + (j * count + i * numbers + n) * L);
         to_columns<g>(both[k][n]);
       }
     }
@@ -134,13 +133,13 @@ constexpr FillBf16<g> fill_bf16_of() {
 }
 
 template <int g, int parts>
-void fill_bf16_block(const MatmulPlan& plan, int64_t first, int64_t end, float* room, char* to) {
+void fill_bf16_block(const MatmulPlan& plan, int64_t first, int64_t end, float* buffer, char* to) {
   const Matrix& m = *plan.matrix;
   const Groups<g> groups(first, end);
   const int64_t count = plan.units * parts * L;
   for (int j = 0; j < g; ++j)
-    plan.fill(plan, groups.of[j] * m.superblocks * m.R, m.superblocks, room + j * count,
-              room + (g + j) * count);
+    plan.fill(plan, groups.of[j] * m.superblocks * m.R, m.superblocks, buffer + j * count,
+              buffer + (g + j) * count);
   static constexpr FillBf16<g> fills[] = {nullptr,
                                           nullptr,
                                           fill_bf16_of<2, g, parts>(),
@@ -150,7 +149,7 @@ void fill_bf16_block(const MatmulPlan& plan, int64_t first, int64_t end, float* 
                                           fill_bf16_of<6, g, parts>(),
                                           fill_bf16_of<7, g, parts>(),
                                           fill_bf16_of<8, g, parts>()};
-  fills[m.bits](plan, groups, room, to);
+  fills[m.bits](plan, groups, buffer, to);
 }
 
 // Operands of a product of I tiles of rows and O tiles of outputs.
@@ -167,7 +166,7 @@ struct Bf16Operands {
 
 template <int O, int I>
 void multiply_bf16_tiles(const Bf16Operands& o) {
-  const int64_t x_stride = o.x_stride;  // in a register, whatever a tile's load may touch
+  const int64_t x_stride = o.x_stride;  // in a register, even if a tile's load clobbers memory
   const auto of_y = [&](int i, int n) {
     return reinterpret_cast<char*>(o.y + n * L) + i * kTileRows * o.y_stride;
   };
@@ -228,13 +227,13 @@ void multiply_bf16_rows(const Bf16Panel& panel, const Activations& x, int first,
   const int64_t row_bytes = x.layout.digit_bytes(), apart = panel.columns * kBf16Tile;
   alignas(64) float some[kTwoTiles][kTwoTiles];  // outputs, of which not all are there
   for (int64_t block = 0; block < panel.blocks; block += 2) {
-    const int64_t beside = std::min<int64_t>(2, panel.blocks - block);
-    const int64_t left = std::min(panel.outputs - block * L, beside * L);
-    const bool whole = left == beside * L;
+    const int64_t adjacent = std::min<int64_t>(2, panel.blocks - block);
+    const int64_t left = std::min(panel.outputs - block * L, adjacent * L);
+    const bool whole = left == adjacent * L;
     const int64_t pieces = whole ? (panel.columns + kBf16Piece - 1) / kBf16Piece : 1;
-    const auto multiply =
-        beside > 1 ? (second ? multiply_bf16_tiles<2, 2> : multiply_bf16_tiles<2, 1>)
-                   : (second ? multiply_bf16_tiles<1, 2> : multiply_bf16_tiles<1, 1>);
+    const auto multiply = adjacent > 1
+                              ? (second ? multiply_bf16_tiles<2, 2> : multiply_bf16_tiles<2, 1>)
+                              : (second ? multiply_bf16_tiles<1, 2> : multiply_bf16_tiles<1, 1>);
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t column = panel.columns * piece / pieces;
       Bf16Operands o;
@@ -262,19 +261,19 @@ void multiply_bf16(const MatmulPlan& plan, const Activations& x, int64_t rows, i
   const int64_t columns = plan.units * g, bytes = columns * kBf16Tile;
   const int64_t blocks = (end - begin + g - 1) / g;
   const int64_t together = std::min(std::max<int64_t>(kBf16Panel / bytes / 2, 1) * 2, blocks);
-  const int64_t beside =
+  const int64_t adjacent =
       std::max(kBf16RowBytes / x.layout.digit_bytes() / kTwoTiles * kTwoTiles, kTwoTiles);
   char* tiles = scratch.get(together * bytes + 2 * plan.units * parts * g * L * sizeof(float));
-  float* room = reinterpret_cast<float*>(tiles + together * bytes);
+  float* buffer = reinterpret_cast<float*>(tiles + together * bytes);
   for (int64_t first = 0; first < blocks; first += together) {
     const int64_t here = std::min(together, blocks - first), group = begin + first * g;
     for (int64_t i = 0; i < here; ++i)
-      fill_bf16_block<g, parts>(plan, group + i * g, end, room, tiles + i * bytes);
+      fill_bf16_block<g, parts>(plan, group + i * g, end, buffer, tiles + i * bytes);
     const int64_t output = group * (L / g);
     const int64_t outputs = std::min(std::min(here * g, end - group) * (L / g), m.outputs - output);
     const Bf16Panel panel{tiles, here, columns, output, outputs};
-    for (int64_t row = 0; row < rows; row += beside) {
-      const int64_t last = std::min(rows, row + beside), rest = (last - row) % kTwoTiles;
+    for (int64_t row = 0; row < rows; row += adjacent) {
+      const int64_t last = std::min(rows, row + adjacent), rest = (last - row) % kTwoTiles;
       if (rest < last - row)
         multiply_bf16_rows(panel, x, kTileRows, kTileRows, row, last - rest, y, stride);
       const int few = std::min<int64_t>(rest, kTileRows);
@@ -297,9 +296,9 @@ void multiply_any(const Matrix& matrix, const Activations& x, int64_t rows, int6
   static thread_local Scratch scratch;
   const MatmulPlan& plan = plan_of(matrix);
   with_columns(matrix.G, [&](auto columns) {
-    constexpr int g = decltype(columns)::value, most = kMostParts<g>;
+    constexpr int g = decltype(columns)::value, max_parts = kMostParts<g>;
     const auto of = !bf16             ? multiply_amx<g>
-                    : plan.parts == 2 ? multiply_bf16<g, most>
+                    : plan.parts == 2 ? multiply_bf16<g, max_parts>
                                       : multiply_bf16<g, 1>;
     of(plan, x, rows * x.layout.digits, begin * matrix.R * g / L, end * matrix.R * g / L, y, stride,
        scratch);

@@ -16,7 +16,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Numbers that describe a tensor; see fields_of in quantized_matmul.py.
+// Numbers that describe a tensor; see fields_of in matmul_call.py.
 enum Field { kBits, kPerCode, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
 
 // A matrix or a stack of them, and its output [rows, outputs].

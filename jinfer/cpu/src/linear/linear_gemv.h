@@ -93,8 +93,8 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
                    float* numbers) {
   constexpr int per_code = per_code_of(bits), height = L / g, steps = 8 / parts;
   constexpr int whole = count <= kWholeTileRows ? kTile / L : 1;
-  constexpr int most = max_code(bits, coded);
-  constexpr bool wide = Vector::kNarrowCodes && most > 127;
+  constexpr int max_value = max_code(bits, coded);
+  constexpr bool wide = Vector::kNarrowCodes && max_value > 127;
   constexpr bool levels = g == 8 && Vector::kTwoLevel;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
@@ -102,7 +102,7 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
              alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
   const bool in_lane_order = in_lane_order_for(plan, count);
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // mask: whether to add -zero * sum of codes
-  const int64_t superblocks = m.superblocks, room = superblocks * per_code * parts * L;
+  const int64_t superblocks = m.superblocks, stride = superblocks * per_code * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
   const char* x[count];
   for (int r = 0; r < count; ++r) x[r] = rows.x[r];
@@ -116,8 +116,8 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
     const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
     if (!in_lane_order)
       for (int v = 0; v < whole; ++v)
-        plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
-                  numbers + (2 * v + 1) * room);
+        plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * stride,
+                  numbers + (2 * v + 1) * stride);
 
     Vector::F total[whole][count];
     UNROLL
@@ -166,8 +166,8 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
               UNROLL
               for (int v = 0; v < whole; ++v) {
                 Vector::I& sum = two && s % 2 ? second[h] : within[v][h][r];
-                Vector::dot<most, wide, steps>(sum, pairs[v][h][r], codes[v][h], by,
-                                               s - part * steps);
+                Vector::dot<max_value, wide, steps>(sum, pairs[v][h][r], codes[v][h], by,
+                                                    s - part * steps);
               }
             }
           }
@@ -199,9 +199,9 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
                 load_numbers<per_code, false>(stand + per_code * v * L, h, scale, base);
               }
             } else {
-              const float* at = numbers + 2 * v * room + ((u * per_code + h) * parts + part) * L;
+              const float* at = numbers + 2 * v * stride + ((u * per_code + h) * parts + part) * L;
               scale = Vector::load_f(at);
-              base = Vector::load_f(affine ? at + room : at);
+              base = Vector::load_f(affine ? at + stride : at);
             }
             UNROLL
             for (int r = 0; r < count; ++r)
@@ -293,26 +293,26 @@ bool try_gemv(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_
               int64_t end, float* y, int64_t stride, Scratch& scratch) {
   // 3.5 bits: registers suffice for 4 rows.
   const bool fours = plan.matrix->per_code == 2 && Vector::kMaxRows == 8;
-  const int64_t most = fours ? 4 : Vector::kMaxRows;
+  const int64_t max_rows = fours ? 4 : Vector::kMaxRows;
   if (rows > (fours ? 12 : plan.matrix->steps ? kGemvTwoLevelRows : kGemvRows)) return false;
-  const int64_t left = rows % most ? rows % most : most;
-  const Gemv full = gemv_for(plan, std::min(rows, most)), last = gemv_for(plan, left);
+  const int64_t left = rows % max_rows ? rows % max_rows : max_rows;
+  const Gemv full = gemv_for(plan, std::min(rows, max_rows)), last = gemv_for(plan, left);
   if (!full || !last) return false;
-  const bool in_lane_order = in_lane_order_for(plan, static_cast<int>(std::min(rows, most)));
+  const bool in_lane_order = in_lane_order_for(plan, static_cast<int>(std::min(rows, max_rows)));
   const int64_t numbers = in_lane_order ? 0 : 2 * plan.units * plan.parts * kTile;
-  float* room = scratch.of(numbers);
+  float* buffer = scratch.of(numbers);
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
   const int64_t tiles = std::max<int64_t>(1, kGemvWordBytes / (words * (kTile / L)));
-  const int64_t groups = rows > most ? tiles * (kTile / L) : end - begin;
+  const int64_t groups = rows > max_rows ? tiles * (kTile / L) : end - begin;
   for (int64_t first = begin; first < end; first += groups) {
-    for (int64_t row = 0; row < rows; row += most) {
-      const int64_t count = std::min(most, rows - row);
+    for (int64_t row = 0; row < rows; row += max_rows) {
+      const int64_t count = std::min(max_rows, rows - row);
       const char* of[Vector::kMaxRows];
       for (int64_t r = 0; r < Vector::kMaxRows; ++r)
         of[r] = x.data + (row + std::min(r, count - 1)) * x.layout.digit_bytes();
       const int few = static_cast<int>(count);
       const GemvRows some{of, few, Results(y, stride, x.layout.digits, row, few)};
-      (count < most ? last : full)(plan, some, first, std::min(end, first + groups), room);
+      (count < max_rows ? last : full)(plan, some, first, std::min(end, first + groups), buffer);
     }
   }
   return true;

@@ -16,7 +16,7 @@ namespace {
 constexpr int kInt16Bits = 16, kInt16Columns = 2;
 constexpr int kInt16Tile = 16;         // words of a superblock's row of codes: R * G
 constexpr float kInt16Limit = 8191;    // largest activation
-constexpr int kInt16Beside = 4;        // most tiles side by side
+constexpr int kInt16Adjacent = 4;      // most tiles side by side
 constexpr int64_t kInt16Ahead = 4096;  // prefetch distance in bytes
 
 // Rows `first` .. `first` + `count` - 1; a kernel that takes more repeats the last one.
@@ -36,7 +36,7 @@ void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t
                 vectors = tiles * of_tile;
   constexpr int64_t record = ActivationLayout::int16_bytes() * g, step = kInt16Bits * kInt16Tile;
   const Matrix& m = *plan.matrix;
-  const int64_t superblocks = m.superblocks, room = superblocks * L, apart = superblocks * step;
+  const int64_t superblocks = m.superblocks, stride = superblocks * L, apart = superblocks * step;
   const char* x[count];
   for (int r = 0; r < count; ++r) x[r] = rows.x + std::min(r, rows.count - 1) * rows.stride;
   const uint32_t* words = m.words + tile * apart;
@@ -67,7 +67,7 @@ void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t
     }
     UNROLL
     for (int v = 0; v < vectors; ++v) {
-      const Vector::F scale = Vector::load_f(scales + v * room + u * L);
+      const Vector::F scale = Vector::load_f(scales + v * stride + u * L);
       UNROLL
       for (int r = 0; r < count; ++r) {
         const Vector::F by = Vector::repeat_f<g>(x[r] + at + 64 * g);
@@ -90,13 +90,13 @@ void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t
 template <int count>
 void multiply_int16_rows(const MatmulPlan& plan, const Int16Rows& rows, int64_t begin, int64_t end,
                          const float* scales) {
-  constexpr int beside = count <= 2 ? kInt16Beside / count : 1;
+  constexpr int adjacent = count <= 2 ? kInt16Adjacent / count : 1;
   const auto multiply = count > 2 && rows.ahead ? multiply_int16_tiles<count, 1, (count > 2)>
                                                 : multiply_int16_tiles<count, 1, false>;
   const int64_t each = plan.matrix->superblocks * kInt16Tile;
   int64_t tile = begin;
-  for (; beside > 1 && tile + beside <= end; tile += beside, scales += beside * each)
-    multiply_int16_tiles<count, beside, false>(plan, rows, tile, scales);
+  for (; adjacent > 1 && tile + adjacent <= end; tile += adjacent, scales += adjacent * each)
+    multiply_int16_tiles<count, adjacent, false>(plan, rows, tile, scales);
   for (; tile < end; ++tile, scales += each) multiply(plan, rows, tile, scales);
 }
 
@@ -127,20 +127,20 @@ void fill_int16_scales(const MatmulPlan& plan, int64_t begin, int64_t end, float
 // Multiplies with row groups begin .. end - 1, which are whole tiles.
 void multiply_int16(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
                     int64_t end, float* y, int64_t stride, Scratch& scratch) {
-  constexpr int64_t most = Vector::kMaxRows, of_tile = kInt16Tile / L;
+  constexpr int64_t max_rows = Vector::kMaxRows, of_tile = kInt16Tile / L;
   const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.layout.digit_bytes();
   const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kInt16Bits * kInt16Tile * 4;
   begin /= of_tile, end /= of_tile;
-  int64_t tiles = std::max<int64_t>(rows <= 2 ? kInt16Beside : 1, kInt16Words / tile_bytes);
-  if (tiles > kInt16Beside) tiles -= tiles % kInt16Beside;
+  int64_t tiles = std::max<int64_t>(rows <= 2 ? kInt16Adjacent : 1, kInt16Words / tile_bytes);
+  if (tiles > kInt16Adjacent) tiles -= tiles % kInt16Adjacent;
   float* scales = scratch.of(tiles * superblocks * kInt16Tile);
   for (int64_t first = begin; first < end; first += tiles) {
     const int64_t last = std::min(end, first + tiles);
     fill_int16_scales(plan, first, last, scales);
-    for (int64_t row = 0; row < rows; row += most) {
-      const int count = static_cast<int>(std::min(most, rows - row));
+    for (int64_t row = 0; row < rows; row += max_rows) {
+      const int count = static_cast<int>(std::min(max_rows, rows - row));
       // A block of tiles is fetched with its first rows, and the next one with the last rows.
-      const bool is_last = row + most >= rows && last + tiles <= end;
+      const bool is_last = row + max_rows >= rows && last + tiles <= end;
       const int64_t ahead = row == 0 ? kInt16Ahead : is_last ? tiles * tile_bytes : 0;
       const Int16Rows some{x.data + row * row_bytes, row_bytes, count,
                            Results(y, stride, 1, row, count), ahead};

@@ -36,17 +36,17 @@ struct PanelOperands {
   int64_t sums_stride;    // floats to the next group's
 };
 
-// `most`: largest code. Vector::kGroups row groups are processed together, to reuse loaded
+// `max_value`: largest code. Vector::kGroups row groups are processed together, to reuse loaded
 // activations; the last one is repeated if there are too few.
-template <int g, int count, bool affine, int parts, int most>
+template <int g, int count, bool affine, int parts, int max_value>
 void multiply_int8(const PanelOperands& o) {
-  constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
-  constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
+  constexpr int adjacent = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
+  constexpr bool minus = Vector::kNarrowCodes && max_value > 127 && !affine;  // their zero is 128
   const int64_t stride = o.x_stride, group_numbers = o.all_units * parts * L,
                 group_codes = o.all_units * 32 * L;
-  for (int64_t group = 0; group < o.groups; group += beside) {
+  for (int64_t group = 0; group < o.groups; group += adjacent) {
     // From a group of these to the next one's.
-    const bool all = group + beside <= o.groups;
+    const bool all = group + adjacent <= o.groups;
     const int64_t codes = all ? group_codes : 0, numbers = all ? group_numbers : 0,
                   sums_stride = all ? o.sums_stride : 0;
     const uint8_t* panel_codes = o.panel.codes + group * group_codes;
@@ -54,11 +54,11 @@ void multiply_int8(const PanelOperands& o) {
     const float* bases = o.panel.bases + group * group_numbers;
     float* sums = o.sums + group * o.sums_stride;
     const char* x = o.x;
-    for (int64_t at = 0; at < beside * o.fetch; at += 64)
+    for (int64_t at = 0; at < adjacent * o.fetch; at += 64)
       __builtin_prefetch(o.ahead + group * o.fetch + at, 0, 2);
-    Vector::F total[beside][count];
+    Vector::F total[adjacent][count];
     UNROLL
-    for (int v = 0; v < beside; ++v) {
+    for (int v = 0; v < adjacent; ++v) {
       UNROLL
       for (int m = 0; m < count; ++m)
         total[v][m] = o.add ? Vector::load_f(sums + v * sums_stride + m * L) : Vector::zero_f();
@@ -67,36 +67,36 @@ void multiply_int8(const PanelOperands& o) {
       UNROLL
       for (int part = 0; part < parts; ++part) {
         const int sum = (36 + 4 * part) * g, first = part * steps;
-        Vector::I within[beside][count], pairs[beside][count];
+        Vector::I within[adjacent][count], pairs[adjacent][count];
         UNROLL
         for (int m = 0; m < count; ++m) {
           const Vector::I from =
               affine || minus ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
           UNROLL
-          for (int v = 0; v < beside; ++v) within[v][m] = from;
+          for (int v = 0; v < adjacent; ++v) within[v][m] = from;
         }
-        Vector::I second[beside];  // breaks a single row's dependency chain
+        Vector::I second[adjacent];  // breaks a single row's dependency chain
         UNROLL
-        for (int v = 0; v < beside; ++v) second[v] = Vector::zero();
+        for (int v = 0; v < adjacent; ++v) second[v] = Vector::zero();
         // All rows of a step before the next step: independent sums.
         UNROLL
         for (int s = first; s < first + steps; ++s) {
-          Vector::I of[beside];
+          Vector::I of[adjacent];
           UNROLL
-          for (int v = 0; v < beside; ++v)
+          for (int v = 0; v < adjacent; ++v)
             of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
           UNROLL
           for (int m = 0; m < count; ++m) {
             const Vector::I by = once(Vector::repeat<g>(x + m * stride + s * 4 * g));
             UNROLL
-            for (int v = 0; v < beside; ++v) {
+            for (int v = 0; v < adjacent; ++v) {
               Vector::I& a = count == 1 && s % 2 ? second[v] : within[v][m];
-              Vector::dot<most, minus, steps>(a, pairs[v][m], of[v], by, s - first);
+              Vector::dot<max_value, minus, steps>(a, pairs[v][m], of[v], by, s - first);
             }
           }
         }
         UNROLL
-        for (int v = 0; v < beside; ++v) {
+        for (int v = 0; v < adjacent; ++v) {
           if (count == 1) within[v][0] = Vector::add(within[v][0], second[v]);
           const Vector::F scale = Vector::load_f(scales + v * numbers + part * L);
           UNROLL
@@ -117,28 +117,27 @@ void multiply_int8(const PanelOperands& o) {
       bases += parts * L;
     }
     UNROLL
-    for (int v = 0; v < beside; ++v) {
+    for (int v = 0; v < adjacent; ++v) {
       UNROLL
-      for (int m = 0; m < count; ++m)
-        Vector::store_f(sums + v * sums_stride + m * L, total[v][m]);
+      for (int m = 0; m < count; ++m) Vector::store_f(sums + v * sums_stride + m * L, total[v][m]);
     }
   }
 }
 
 using PanelKernel = void (*)(const PanelOperands&);
 
-template <int g, int count, int most>
+template <int g, int count, int max_value>
 PanelKernel panel_kernel_int8(const MatmulPlan& plan) {
   constexpr int parts = kMostParts<g>;
   // Two-level codes have 6 bits at most, or a codebook and no bases.
-  constexpr bool can_be_affine = g != 8 || !Vector::kNarrowCodes || most <= 127;
+  constexpr bool can_be_affine = g != 8 || !Vector::kNarrowCodes || max_value <= 127;
   if constexpr (can_be_affine) {
     if (plan.matrix->affine())
-      return plan.parts == 2 ? multiply_int8<g, count, true, parts, most>
-                             : multiply_int8<g, count, true, 1, most>;
+      return plan.parts == 2 ? multiply_int8<g, count, true, parts, max_value>
+                             : multiply_int8<g, count, true, 1, max_value>;
   }
-  return plan.parts == 2 ? multiply_int8<g, count, false, parts, most>
-                         : multiply_int8<g, count, false, 1, most>;
+  return plan.parts == 2 ? multiply_int8<g, count, false, parts, max_value>
+                         : multiply_int8<g, count, false, 1, max_value>;
 }
 
 template <int g, int count>
@@ -146,10 +145,10 @@ PanelKernel panel_kernel(const MatmulPlan& plan) {
   // A single row is rare here: one kernel for all codes up to 7 bits.
   constexpr int few = Vector::dot_class(count == 1 ? 127 : 15);
   constexpr int some = Vector::dot_class(count == 1 ? 127 : 63), all = Vector::dot_class(255);
-  const int most = max_code(plan.matrix->bits, plan.matrix->codebook);
-  return most <= few    ? panel_kernel_int8<g, count, few>(plan)
-         : most <= some ? panel_kernel_int8<g, count, some>(plan)
-                        : panel_kernel_int8<g, count, all>(plan);
+  const int max_value = max_code(plan.matrix->bits, plan.matrix->codebook);
+  return max_value <= few    ? panel_kernel_int8<g, count, few>(plan)
+         : max_value <= some ? panel_kernel_int8<g, count, some>(plan)
+                             : panel_kernel_int8<g, count, all>(plan);
 }
 
 // Reduces and stores the sums of each row. `o`: the kernel's operands.
@@ -178,24 +177,25 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
   const Matrix& m = *plan.matrix;
   const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
   const int64_t panel_bytes = code_bytes + 2 * number_bytes;
-  const int64_t room = rows <= 16 ? kFewRowsPanel : kPanel;
-  constexpr int64_t beside = Vector::kGroups;
-  const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
+  const int64_t buffer = rows <= 16 ? kFewRowsPanel : kPanel;
+  constexpr int64_t adjacent = Vector::kGroups;
+  const int64_t fit = std::max<int64_t>(buffer / panel_bytes / adjacent * adjacent, adjacent);
   const int64_t groups = std::min(fit, end - begin);
   // Some units at a time, so that their share of the rows stays in L1.
-  constexpr int most = Vector::kPanelRows;
-  const int64_t share = g * x.layout.column_bytes() * (rows < most ? rows : most);
+  constexpr int max_value = Vector::kPanelRows;
+  const int64_t share = g * x.layout.column_bytes() * (rows < max_value ? rows : max_value);
   const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
   const int64_t piece = (plan.units + pieces - 1) / pieces;
 
-  char* memory = scratch.get(groups * (panel_bytes + most * 4 * L));
+  char* memory = scratch.get(groups * (panel_bytes + max_value * 4 * L));
   const Panel panel{reinterpret_cast<uint8_t*>(memory),
                     reinterpret_cast<float*>(memory + groups * code_bytes),
                     reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
   float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
   const int64_t digit_bytes = x.layout.digit_bytes();
-  const PanelKernel many_rows = panel_kernel<g, most>(plan),
-                    some_rows = panel_kernel<g, most / 2>(plan), one_row = panel_kernel<g, 1>(plan);
+  const PanelKernel many_rows = panel_kernel<g, max_value>(plan),
+                    some_rows = panel_kernel<g, max_value / 2>(plan),
+                    one_row = panel_kernel<g, 1>(plan);
 
   // Bytes of words. Groups are contiguous if each is a tile, else nearly.
   const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
@@ -203,7 +203,7 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
     const int64_t here = end - first < groups ? end - first : groups;
     fill(plan, first, here, panel);
     // The words of the next panel are prefetched meanwhile, some with each group.
-    const int64_t products = (rows + most - 1) / most * pieces * here;
+    const int64_t products = (rows + max_value - 1) / max_value * pieces * here;
     const int64_t fetch = (here * group_bytes / products + 63) / 64 * 64;
     const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
     const char* fetched = first + here + groups <= all_groups ? ahead + here * group_bytes : ahead;
@@ -233,14 +233,14 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
     // Repeats some rows at the end: cheaper than one by one.
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row;
-      if (left > most / 2 && rows >= most) {
-        row = std::min(row, rows - most);
-        some(std::integral_constant<int, most>{}, many_rows, row);
-        row += most;
-      } else if (left > 1 && rows >= most / 2) {
-        row = std::min(row, rows - most / 2);
-        some(std::integral_constant<int, most / 2>{}, some_rows, row);
-        row += most / 2;
+      if (left > max_value / 2 && rows >= max_value) {
+        row = std::min(row, rows - max_value);
+        some(std::integral_constant<int, max_value>{}, many_rows, row);
+        row += max_value;
+      } else if (left > 1 && rows >= max_value / 2) {
+        row = std::min(row, rows - max_value / 2);
+        some(std::integral_constant<int, max_value / 2>{}, some_rows, row);
+        row += max_value / 2;
       } else {
         some(std::integral_constant<int, 1>{}, one_row, row);
         ++row;

@@ -1,9 +1,7 @@
 // Unpacks quantized weights into a panel, over the including file's `Vector`: codes to one byte a
 // weight, numbers of blocks to float32. The panel stays in a cache while rows are multiplied with
-// it.
-//
-// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is G columns
-// of L / G rows. A *row group* is these rows.
+// it. A *unit* is the extent of a vector of L lanes: 8 steps of 4 codes in every lane, that is G
+// columns of L / G rows. A *row group* is these rows.
 #pragma once
 
 #include <cstdint>
@@ -199,7 +197,7 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes,
 
 // ---- panels -----------------------------------------------------------------------------------
 
-// What is constant within a call.
+// Constants of a call.
 struct MatmulPlan {
   const Matrix* matrix = nullptr;
   // Writes scales and bases of a row group, float32 [units][parts][L]; `row`: superblock rows
@@ -228,7 +226,7 @@ struct MatmulPlan {
     }
   }
 
-  int key[6] = {};  // determines all but `matrix` and what depends on it
+  int key[6] = {};  // determines all but `matrix` and its dependents
 };
 
 // Targets of `MatmulPlan::fill`.

@@ -260,18 +260,18 @@ void repack_f16_row(const uint8_t* from, int64_t blocks, int64_t row, const Tile
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
   const int64_t lanes = to.rows * to.columns, in_tile = row % to.rows;
   for (int64_t b = 0; b < blocks; ++b, from += 2 * kBlock) {
-    uint16_t bits[kBlock], most = 0;
+    uint16_t bits[kBlock], max_value = 0;
     std::memcpy(bits, from, sizeof bits);
     for (int i = 0; i < kBlock; ++i) {
       const uint16_t magnitude = bits[i] & 0x7fff;
-      most = magnitude > most ? magnitude : most;
+      max_value = magnitude > max_value ? magnitude : max_value;
     }
-    const float largest = widened(most);
+    const float largest = widened(max_value);
     uint32_t largest_bits;
     std::memcpy(&largest_bits, &largest, 4);
     int power = static_cast<int>(largest_bits >> 23) - 126 - kBits;
     if (power < kLeast) power = kLeast;
-    const bool known = most < kInfinite;
+    const bool known = max_value < kInfinite;
     const float by = float_of((127 - power) << 23);  // 2^-power
     uint16_t codes[kBlock];
     for (int i = 0; i < kBlock; ++i) {

@@ -12,7 +12,7 @@ struct LoraKernels {
   int64_t tile;  // outputs that are best computed together
   // to[row][n] = y[row][n] + x[i] . b[..][n] for outputs begin .. end - 1 of row = rows[i], i <
   // count. x: [count, rank]; y and to: [.., outputs]; b: [rank, outputs], transposed. `next`: the
-  // matrix of which the same outputs are wanted next, or null.
+  // matrix whose same outputs are computed next, or null.
   void (*add)(const DenseMatrix& b, const void* next, const float* x, const int64_t* rows,
               int64_t count, int64_t begin, int64_t end, const float* y, float* to);
 };

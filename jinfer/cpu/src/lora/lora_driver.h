@@ -17,7 +17,7 @@
 namespace jinfer {
 namespace {
 
-// Which rows have an adapter, sorted by slot. A place is an index in that order.
+// The rows with an adapter, sorted by slot. A place is an index in that order.
 struct LoraRows {
   std::vector<Segment> segments;  // of places; index: of the slot's matrices
   std::vector<int64_t> place;     // of each row; -1: it has no adapter

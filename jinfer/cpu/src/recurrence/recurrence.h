@@ -9,7 +9,7 @@
 
 namespace jinfer {
 
-// How the matrix recurrence changes what the state S [key_dim, value_dim] holds under a key.
+// The change of the state S [key_dim, value_dim] by the matrix recurrence.
 enum class Erase : int64_t {
   none = 0,      // S = a S + k v
   delta = 1,     // S = a S; S += k (beta (v - S k))
@@ -63,8 +63,8 @@ struct ShortConv {
   float* out;
 };
 
-// Tokens of one sequence, and its state, which is replaced if `kept`; `fresh`: it was zero, whatever
-// it holds.
+// Tokens of one sequence, and its state, which is replaced if `kept`; `fresh`: it was zero, and its
+// content is ignored.
 struct StateRun {
   int64_t start, tokens;
   float* state;

@@ -28,7 +28,11 @@ class StateBlock {
  public:
   StateBlock(const StateRun& run, int64_t rows, int64_t width, int64_t first, int64_t columns,
              Scratch& scratch)
-      : rows_(rows), width_(width), columns_(columns), outside_(run.state + first), kept_(run.kept) {
+      : rows_(rows),
+        width_(width),
+        columns_(columns),
+        outside_(run.state + first),
+        kept_(run.kept) {
     data_ = scratch.of(rows * STATE_BLOCK);
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < STATE_BLOCK; i += LANES)
@@ -124,7 +128,7 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
   }
 }
 
-// Rows of a single token's state, all their columns: what they hold under `read`, added to `held`.
+// Rows of a single token's state, all columns: adds their value under `read` to `held`.
 template <int rows, bool by_channel, Erase erase>
 inline void read_rows(const float* state, const float* read, const float* decays, int64_t width,
                       float* held) {
@@ -142,7 +146,7 @@ inline void read_rows(const float* state, const float* read, const float* decays
   }
 }
 
-// Replaces rows of a single token's state, and adds what they give to `out`.
+// Replaces rows of a single token's state, and adds their contribution to `out`.
 template <int rows, Erase erase>
 inline void update_rows(float* state, const float* k, const float* q, const float* write,
                         const Floats* decay, int64_t width, const float* value, const float* held,
@@ -290,8 +294,8 @@ void wkv_scan(const WkvScan& scan, const StateRun& run, int64_t first, int64_t c
       const Floats k = load_columns(scan.k + at, left), v = load_columns(scan.v + at, left);
       const Floats bonus = load_columns(scan.bonus + first + i, left);
       const Floats decay = load_columns(scan.log_decay + first + i, left);
-      float *above = state.row(0) + i, *below = state.row(1) + i, *most = state.row(2) + i;
-      const Floats a = load(above), b = load(below), p = load(most);
+      float *above = state.row(0) + i, *below = state.row(1) + i, *max_value = state.row(2) + i;
+      const Floats a = load(above), b = load(below), p = load(max_value);
       const Floats with_bonus = bonus + k, top = larger(p, with_bonus);
       const Floats old = exponential(p - top), now = exponential(with_bonus - top);
       store_columns(scan.out + at, multiply_add(old, a, now * v) / multiply_add(old, b, now), left);
@@ -299,7 +303,7 @@ void wkv_scan(const WkvScan& scan, const StateRun& run, int64_t first, int64_t c
       const Floats stays = exponential(later - next), comes = exponential(k - next);
       store(above, multiply_add(stays, a, comes * v));
       store(below, multiply_add(stays, b, comes));
-      store(most, next);
+      store(max_value, next);
     }
   }
 }

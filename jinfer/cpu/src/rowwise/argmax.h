@@ -29,13 +29,13 @@ inline void argmax_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int
     found[i].at += begin;
   });
   for (int64_t row = 0; row < rows; ++row) {
-    Argmax most = found[row * cuts];
+    Argmax max_value = found[row * cuts];
     for (int64_t i = row * cuts + 1; i < (row + 1) * cuts; ++i) {
-      const bool has_nan = most.has_nan || found[i].has_nan;
-      if (found[i].value > most.value) most = found[i];
-      most.has_nan = has_nan;
+      const bool has_nan = max_value.has_nan || found[i].has_nan;
+      if (found[i].value > max_value.value) max_value = found[i];
+      max_value.has_nan = has_nan;
     }
-    at[row] = index(most, size);
+    at[row] = index(max_value, size);
   }
 }
 

@@ -166,15 +166,15 @@ void hadamard(const float* x, int64_t size, const Hadamard& of, float* y) {
 }
 
 void softmax(const float* x, int64_t size, float* y) {
-  Floats most = broadcast(-INFINITY);
+  Floats max_value = broadcast(-INFINITY);
   for_vectors(size, [&](int64_t at, int64_t count) {
     Floats v = broadcast(-INFINITY);
     memcpy(&v, x + at, 4 * count);
-    most = larger(most, v);
+    max_value = larger(max_value, v);
   });
-  most = max_lane(most);
+  max_value = max_lane(max_value);
   for_vectors(size, [&](int64_t at, int64_t count) {
-    store_up_to(y + at, exponential(load_up_to(x + at, count) - most), count);
+    store_up_to(y + at, exponential(load_up_to(x + at, count) - max_value), count);
   });
   const Floats sum = broadcast(sum_of(y, size, [](Floats v) { return v; }));
   for_vectors(size, [&](int64_t at, int64_t count) {
@@ -222,17 +222,17 @@ void weighted_sum(const float* x, const int32_t* places, const float* weights, i
 
 // Each lane keeps its maximum and the first index of it.
 Argmax argmax(const float* x, int64_t size) {
-  Floats most[ACCUMULATORS], odd = {};
+  Floats max_value[ACCUMULATORS], odd = {};
   Ints place[ACCUMULATORS], at[ACCUMULATORS];
   for (int i = 0; i < ACCUMULATORS; ++i) {
-    most[i] = broadcast(-INFINITY);
+    max_value[i] = broadcast(-INFINITY);
     for (int lane = 0; lane < LANES; ++lane) place[i][lane] = i * LANES + lane;
     at[i] = place[i];
   }
   const auto look = [&](Floats v, int i) {
     odd += v != v ? broadcast(1.0f) : Floats{};
-    at[i] = v > most[i] ? place[i] : at[i];
-    most[i] = larger(v, most[i]);
+    at[i] = v > max_value[i] ? place[i] : at[i];
+    max_value[i] = larger(v, max_value[i]);
     place[i] += ACCUMULATORS * LANES;
   };
   int64_t begin = 0;
@@ -246,7 +246,7 @@ Argmax argmax(const float* x, int64_t size) {
   Argmax found{-INFINITY, size, sum_lanes(odd) > 0};
   for (int i = 0; i < ACCUMULATORS; ++i)
     for (int lane = 0; lane < LANES; ++lane) {
-      const float value = most[i][lane];
+      const float value = max_value[i][lane];
       if (value > found.value || (value == found.value && at[i][lane] < found.at))
         found = {value, at[i][lane], found.has_nan};
     }

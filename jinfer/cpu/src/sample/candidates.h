@@ -115,9 +115,9 @@ struct Candidates {
 };
 
 inline float max_of(const float* x, int64_t count) {
-  Floats most = broadcast(-INFINITY);
-  for_vectors(x, count, -INFINITY, [&](int64_t, Floats v) { most = larger(v, most); });
-  return max_lane(most)[0];
+  Floats max_value = broadcast(-INFINITY);
+  for_vectors(x, count, -INFINITY, [&](int64_t, Floats v) { max_value = larger(v, max_value); });
+  return max_lane(max_value)[0];
 }
 
 inline float min_of(const float* x, int64_t count) {
@@ -146,21 +146,21 @@ inline void map_vectors(const float* x, int64_t count, float* y, F f) {
   });
 }
 
-// A lower bound of the `wanted` largest keys, often close: each of `wanted` lanes of some vectors
+// A lower bound of the `requested` largest keys, often close: each of `requested` lanes of vectors
 // reaches it. -inf if there are too few lanes.
-inline float top_lower_bound(const float* keys, int64_t count, int64_t wanted,
+inline float top_lower_bound(const float* keys, int64_t count, int64_t requested,
                              Array<float>& lanes) {
   constexpr int64_t RUN = 32;  // vectors
   lanes.clear();
   for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
-    Floats most = broadcast(-INFINITY);
+    Floats max_value = broadcast(-INFINITY);
     for_vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
-                [&](int64_t, Floats v) { most = larger(v, most); });
-    for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
+                [&](int64_t, Floats v) { max_value = larger(v, max_value); });
+    for (int i = 0; i < LANES; ++i) lanes.push_back(max_value[i]);
   }
-  if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
-  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), Descending());
-  return lanes[wanted - 1];
+  if (static_cast<int64_t>(lanes.size()) < requested) return -INFINITY;
+  std::nth_element(lanes.begin(), lanes.begin() + (requested - 1), lanes.end(), Descending());
+  return lanes[requested - 1];
 }
 
 // The keys >= least.
@@ -181,10 +181,10 @@ inline float kth_largest(const float* keys, int64_t count, int64_t place) {
   return found[place - 1];
 }
 
-// Indices of the `wanted` largest keys in descending order, lower index first among equals;
-// `wanted` is 1 to count.
-inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t wanted) {
-  const float least = kth_largest(keys, count, wanted);
+// Indices of the `requested` largest keys in descending order, lower index first among equals;
+// `requested` is 1 to count.
+inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t requested) {
+  const float least = kth_largest(keys, count, requested);
   Array<int64_t> best;
   for_vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
     if (!any(v >= broadcast(least))) return;
@@ -194,7 +194,7 @@ inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t want
   std::sort(best.begin(), best.end(), [&](int64_t a, int64_t b) {
     return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);
   });
-  best.resize(wanted);
+  best.resize(requested);
   return best;
 }
 

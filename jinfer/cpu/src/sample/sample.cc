@@ -151,22 +151,22 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
   return ffi::Error::Success();
 }
 
-// Only for rows in `wanted`; zeros for others.
+// Only for rows in `needed`; zeros for others.
 ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
-                    ffi::BufferR1<ffi::PRED> wanted, ffi::ResultBuffer<ffi::F32> logprob,
+                    ffi::BufferR1<ffi::PRED> needed, ffi::ResultBuffer<ffi::F32> logprob,
                     ffi::ResultBuffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> top) {
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
   const auto shape = top->dimensions();
   const int64_t count = shape.size() == 2 ? shape[1] : 0;
   if (vocab < 1 || vocab > INT32_MAX || count < 1 || count > vocab || !has_shape(tokens, {rows}) ||
-      !has_shape(wanted, {rows}) || !has_shape(*logprob, {rows}) ||
+      !has_shape(needed, {rows}) || !has_shape(*logprob, {rows}) ||
       !has_shape(*ids, {rows, count}) || !has_shape(*top, {rows, count}))
     return refuse("there is not one of each for each row");
   parallel_for(pool, rows, 1 + rows * vocab / LOGITS_PER_THREAD, [&](int64_t row) {
     int32_t* const to = ids->typed_data() + row * count;
     float* const values = top->typed_data() + row * count;
     float& first = logprob->typed_data()[row];
-    if (!wanted.typed_data()[row]) {
+    if (!needed.typed_data()[row]) {
       first = 0;
       std::fill(to, to + count, 0);
       std::fill(values, values + count, 0.0f);
@@ -186,8 +186,8 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
 
 // The names of the numbers, of the counts and of the stages, a line each.
 extern "C" __attribute__((visibility("default"))) const char* jinfer_sampler_layout() {
-  return JINFER_SAMPLER_NUMBERS(JINFER_NAME) "\n" JINFER_SAMPLER_COUNTS(JINFER_NAME) "\n"
-      JINFER_SAMPLER_STAGES(JINFER_NAME);
+  return JINFER_SAMPLER_NUMBERS(JINFER_NAME) "\n" JINFER_SAMPLER_COUNTS(
+      JINFER_NAME) "\n" JINFER_SAMPLER_STAGES(JINFER_NAME);
 }
 
 JINFER_HANDLER(jinfer_sample, jinfer::sample);

@@ -10,11 +10,11 @@
 
 namespace jinfer {
 
-// What the stages read of a request and which stages there are, each by its name in jinfer/sampling.
-// Python asks for these names (`jinfer_sampler_layout`) and passes the columns in their order; a stage
-// that is not among them is left to XLA's operations.
+// Columns of a request that the stages read, and the stages, by their names in jinfer/sampling.
+// Python reads these names (`jinfer_sampler_layout`) and passes the columns in their order; XLA's
+// operations compute other stages.
 #define JINFER_SAMPLER_NUMBERS(X)                   \
-  X(Scale, "scale")                                 \
+  X(Temperature, "temperature")                     \
   X(DynatempRange, "dynatemp_range")                \
   X(DynatempExponent, "dynatemp_exponent")          \
   X(TopP, "top_p")                                  \

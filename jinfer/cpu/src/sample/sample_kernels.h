@@ -38,9 +38,9 @@ void run_stage(Stage stage, Candidates& candidates, const Request& request) {
   switch (stage) {
     case kPenaltiesStage: return penalties(candidates, request);
     case kDryStage: return dry(candidates, request);
-    case kTemperatureStage: return divide(candidates, n[kScale]);
+    case kTemperatureStage: return divide(candidates, n[kTemperature]);
     case kDynatempStage:
-      return dynatemp(candidates, n[kScale], n[kDynatempRange], n[kDynatempExponent]);
+      return dynatemp(candidates, n[kTemperature], n[kDynatempRange], n[kDynatempExponent]);
     case kTopNSigmaStage: return top_n_sigma(candidates, n[kTopNSigma]);
     case kTopKStage: return top_k(candidates, request.counts[kTopK]);
     case kTfsZStage: return tfs_z(candidates, n[kTfsZ]);
@@ -66,28 +66,28 @@ int64_t argmax_with_noise(Candidates& candidates, const Request& request) {
     threefry(request.key, key);
     float* const scores = candidates.scratch.keys.data();
     // A lower bound of the winner spares most tokens their noise.
-    float most = max_of(x, candidates.count) - LEAST_NOISE;
+    float max_value = max_of(x, candidates.count) - LEAST_NOISE;
     Words place;
     for (int lane = 0; lane < LANES; ++lane) place[lane] = lane;
     for_vectors(x, candidates.count, -INFINITY, [&](int64_t i, Floats v) {
       const int64_t count = std::min<int64_t>(LANES, candidates.count - i);
       Floats score = broadcast(-INFINITY);
-      if (any(v >= broadcast(most - MOST_NOISE))) {
+      if (any(v >= broadcast(max_value - MOST_NOISE))) {
         Words tokens = place + static_cast<uint32_t>(i);
         if (!candidates.whole) memcpy(&tokens, candidates.scratch.ids.data() + i, 4 * count);
         score = v + noise(key, tokens);
-        most = std::max(most, max_lane(score)[0]);
+        max_value = std::max(max_value, max_lane(score)[0]);
       }
       memcpy(scores + i, &score, 4 * count);
     });
     x = scores;
   }
-  const float most = max_of(x, candidates.count);
+  const float max_value = max_of(x, candidates.count);
   int64_t at = -1;
   for_vectors(x, candidates.count, -INFINITY, [&](int64_t i, Floats v) {
-    if (at >= 0 || !any(v >= broadcast(most))) return;
+    if (at >= 0 || !any(v >= broadcast(max_value))) return;
     for (int lane = 0; at < 0; ++lane)
-      if (v[lane] >= most) at = i + lane;
+      if (v[lane] >= max_value) at = i + lane;
   });
   return at;
 }

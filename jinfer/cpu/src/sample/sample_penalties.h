@@ -1,4 +1,4 @@
-// Penalties, DRY and FSD: stages that read the sequence (jinfer/sampling/{penalties,dry,fsd}.py).
+// Penalties, DRY and FSD: stages that read the sequence (jinfer/sampling/{penalties,fsd}.py).
 #pragma once
 
 #include "sample/candidates.h"
@@ -9,7 +9,7 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t MAX_MATCH = 128;                     // as in dry.py
+constexpr int64_t MAX_MATCH = 128;                     // as in penalties.py
 constexpr int64_t MAX_CANDIDATES = 64, MAX_NGRAM = 8;  // as in param_ranges.py
 
 // Per-token marks, cleared at the end of a stage.
@@ -93,17 +93,17 @@ void dry(Candidates& candidates, const Request& request) {
     for (int64_t i = 0; i < breakers.count; ++i) found |= breakers.ids[i] == id;
     return found;
   };
-  int64_t most = 0;  // tokens at the end that a match may span
-  while (most < MAX_MATCH && most < history.count - start) {
-    const int32_t id = back(history, most + 1);
+  int64_t max_value = 0;  // tokens at the end that a match may span
+  while (max_value < MAX_MATCH && max_value < history.count - start) {
+    const int32_t id = back(history, max_value + 1);
     if (id < 0 || breaks(id)) break;
-    ++most;
+    ++max_value;
   }
-  if (!most) return;
+  if (!max_value) return;
   TokenMarks matches(candidates);
   for (int64_t i = start + 1; i < history.count; ++i) {
     int32_t length = 0;
-    while (length < most && i - 1 - length >= start &&
+    while (length < max_value && i - 1 - length >= start &&
            history.ids[i - 1 - length] == back(history, length + 1))
       ++length;
     matches.raise(history.ids[i], length);
@@ -163,7 +163,7 @@ void fsd(Candidates& candidates, const Request& request) {
   if (!now) return;
   const float* const x = candidates.x();
   const int64_t count = std::min(MAX_CANDIDATES, candidates.count);
-  const float most = max_of(x, candidates.count);
+  const float max_value = max_of(x, candidates.count);
   const Array<int64_t> best = top_indices(x, candidates.count, count);
   Array<int32_t> tokens;
   for (const int64_t i : best) tokens.push_back(candidates.id(i));
@@ -171,7 +171,7 @@ void fsd(Candidates& candidates, const Request& request) {
   const int64_t pool = counts[kFsdPool] ? counts[kFsdPool] : candidates.vocab;
   float total = 0;
   if (counts[kFsdPool]) {
-    for (int64_t i = 0; i < std::min(count, pool); ++i) total += std::exp(x[best[i]] - most);
+    for (int64_t i = 0; i < std::min(count, pool); ++i) total += std::exp(x[best[i]] - max_value);
   } else {
     total = softmax_weights(candidates);
   }
@@ -181,7 +181,7 @@ void fsd(Candidates& candidates, const Request& request) {
   float greatest = -INFINITY;
   int32_t chosen = tokens[0];
   for (int64_t i = 0; i < std::min<int64_t>(count, counts[kFsdK]); ++i) {
-    const float p = i < pool ? std::exp(x[best[i]] - most) / total : 0.0f;
+    const float p = i < pool ? std::exp(x[best[i]] - max_value) / total : 0.0f;
     const float score = (1 - alpha) * p - alpha * predicted[i];
     if (score > greatest) greatest = score, chosen = tokens[i];
   }

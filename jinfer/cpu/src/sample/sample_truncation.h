@@ -1,5 +1,5 @@
 // Temperature and truncation stages: top-k, top-p, min-p and others
-// (jinfer/sampling/{temperature,truncation,mirostat}.py).
+// (jinfer/sampling/truncation.py).
 #pragma once
 
 #include "sample/candidates.h"
@@ -13,27 +13,28 @@ namespace {
 constexpr float LN2 = 0.6931471805599453f;
 
 void divide(Candidates& candidates, float scale) {
-  const Floats most = broadcast(max_of(candidates.x(), candidates.count));
+  const Floats max_value = broadcast(max_of(candidates.x(), candidates.count));
   const Floats by = broadcast(std::max(scale, 1e-37f));
   map_vectors(candidates.x(), candidates.count, candidates.x(),
-              [&](Floats v) { return (v - most) / by; });
+              [&](Floats v) { return (v - max_value) / by; });
   candidates.drop_infinite();  // overflowed quotients
 }
 
 // Sets `scratch.weights` to exp(x - maximum) and returns their sum.
 float softmax_weights(Candidates& candidates) {
-  const Floats most = broadcast(max_of(candidates.x(), candidates.count));
+  const Floats max_value = broadcast(max_of(candidates.x(), candidates.count));
   float* const weights = candidates.scratch.weights.data();
   map_vectors(candidates.x(), candidates.count, weights,
-              [&](Floats v) { return exponential(v - most); });
+              [&](Floats v) { return exponential(v - max_value); });
   return sum_of(weights, candidates.count);
 }
 
 // Writes log-probabilities to `to`, which may be x itself.
 void log_softmax(Candidates& candidates, float* to) {
-  const Floats most = broadcast(max_of(candidates.x(), candidates.count));
+  const Floats max_value = broadcast(max_of(candidates.x(), candidates.count));
   const Floats total = broadcast(std::log(softmax_weights(candidates)));
-  map_vectors(candidates.x(), candidates.count, to, [&](Floats v) { return v - most - total; });
+  map_vectors(candidates.x(), candidates.count, to,
+              [&](Floats v) { return v - max_value - total; });
 }
 
 // Entropy in nats; sets `scratch.keys` to log-probabilities.
@@ -77,9 +78,9 @@ void tfs_z(Candidates& candidates, float share) {
   float* const sorted = candidates.scratch.keys.data();
   memcpy(sorted, candidates.x(), 4 * count);
   sort_descending(sorted, count, candidates.scratch.parts.data());
-  const float total = softmax_weights(candidates), most = sorted[0];
+  const float total = softmax_weights(candidates), max_value = sorted[0];
   float* const p = candidates.scratch.weights.data();
-  map_vectors(sorted, count, p, [&](Floats v) { return exponential(v - most) / total; });
+  map_vectors(sorted, count, p, [&](Floats v) { return exponential(v - max_value) / total; });
   // Dropped tokens have probability 0 and end the curve.
   const auto at = [&](int64_t i) { return i < count ? p[i] : 0.0f; };
   const int64_t places = std::min(count, candidates.vocab - 2);

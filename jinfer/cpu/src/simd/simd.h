@@ -1,5 +1,5 @@
 // SIMD vectors of floats, as wide as the target's, through the compiler's vector extensions. All
-// names have internal linkage: one name must not stand for different instructions in one library.
+// names have internal linkage: a name must not denote different instructions in one library.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;  // of activations at a time
   static constexpr int kPanelRows = kMaxRows;
-  static constexpr int kGroups = 2;   // row groups of a panel at a time
+  static constexpr int kGroups = 2;  // row groups of a panel at a time
 #if defined(JINFER_AVXVNNI)
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
 #else
@@ -54,18 +54,18 @@ struct Vector {
 
 #if defined(JINFER_AVXVNNI)
   static constexpr int dot_class(int) { return 255; }
-  template <int most, bool minus, int steps>
+  template <int max_value, bool minus, int steps>
   static void dot(I& sum, I&, I codes, I x, int) {
     sum = _mm256_dpbusd_avx_epi32(sum, codes, x);
   }
 #else
   // Sums of two products have 16 bits; as many steps as fit are added before widening to 32.
-  static constexpr int dot_class(int most) {
-    return most <= 16 ? 16 : most <= 64 ? 64 : most <= 127 ? 127 : 255;
+  static constexpr int dot_class(int max_value) {
+    return max_value <= 16 ? 16 : max_value <= 64 ? 64 : max_value <= 127 ? 127 : 255;
   }
-  template <int most, bool minus, int steps>
+  template <int max_value, bool minus, int steps>
   static void dot(I& sum, I& pairs, I codes, I x, int s) {
-    constexpr int fit = 32767 / (2 * 127 * most), apart = fit < steps ? fit / 2 * 2 : steps;
+    constexpr int fit = 32767 / (2 * 127 * max_value), apart = fit < steps ? fit / 2 * 2 : steps;
     if constexpr (apart > 1) {
       static_assert(steps % apart == 0);
       const I two = _mm256_maddubs_epi16(codes, x);
@@ -76,8 +76,8 @@ struct Vector {
     if constexpr (minus) {
       codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
       x = _mm256_sign_epi8(x, codes);
-      codes = _mm256_abs_epi8(codes);   // 2 * 128 * 127 fits into 16 bits
-    } else if constexpr (most > 127) {  // 2 * 255 * 127 would not: the highest bit apart
+      codes = _mm256_abs_epi8(codes);        // 2 * 128 * 127 fits into 16 bits
+    } else if constexpr (max_value > 127) {  // 2 * 255 * 127 would not: the highest bit apart
       I top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
       top = _mm256_maddubs_epi16(top, x);
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(top, _mm256_set1_epi16(128)));
@@ -235,10 +235,11 @@ struct Vector {
 
   static uint32_t magnitude(const float* x) {
     const I sign = _mm256_set1_epi32(0x7fffffff);
-    I most = _mm256_and_si256(load(x), sign);
+    I max_value = _mm256_and_si256(load(x), sign);
     for (int i = 8; i < 32; i += 8)
-      most = _mm256_max_epu32(most, _mm256_and_si256(load(x + i), sign));
-    __m128i half = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+      max_value = _mm256_max_epu32(max_value, _mm256_and_si256(load(x + i), sign));
+    __m128i half =
+        _mm_max_epu32(_mm256_castsi256_si128(max_value), _mm256_extracti128_si256(max_value, 1));
     half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
   }

@@ -58,12 +58,12 @@ struct Vector {
   static I bit_and(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
   static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // Codes up to `most` use the same kernel as those up to dot_class(most).
+  // Codes up to `max_value` use the same kernel as those up to dot_class(most).
   static constexpr int dot_class(int) { return 255; }
   // sum += the 4 products of unsigned and signed bytes in each lane, step s < steps. `pairs`:
   // scratch of the sum, which is complete after the last step. With kNarrowCodes, `minus` subtracts
   // 128 from codes.
-  template <int most, bool minus, int steps>
+  template <int max_value, bool minus, int steps>
   static void dot(I& sum, I&, I codes, I x, int) {
     sum = _mm512_dpbusd_epi32(sum, codes, x);
   }
@@ -76,7 +76,7 @@ struct Vector {
 
   // Splits bytes 11 x + y < 121.
 #if defined(__AVX512VBMI__)
-  static constexpr bool kSplitsSevenBits = true;  // whatever the eighth one is
+  static constexpr bool kSplitsSevenBits = true;  // for any eighth bit
   static void split_pairs(I v, I& x, I& y) {
     const auto of = [&](const uint8_t* table) {
       return _mm512_permutex2var_epi8(_mm512_load_si512(table), v, _mm512_load_si512(table + 64));
@@ -256,10 +256,11 @@ struct Vector {
     const I both = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     const __m256i half =
         _mm256_max_epu32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
-    __m128i most = _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
-    const __m128 value = _mm_castsi128_ps(most), limits = _mm_set1_ps(limit);
-    const __mmask8 finite = _mm_cmplt_epu32_mask(most, _mm_set1_epi32(0x7f800000));
+    __m128i max_value =
+        _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    max_value = _mm_max_epu32(max_value, _mm_shuffle_epi32(max_value, 0x4e));
+    const __m128 value = _mm_castsi128_ps(max_value), limits = _mm_set1_ps(limit);
+    const __mmask8 finite = _mm_cmplt_epu32_mask(max_value, _mm_set1_epi32(0x7f800000));
     const __mmask8 some = _mm_mask_cmp_ps_mask(finite, value, _mm_set1_ps(1e-30f), _CMP_GE_OQ);
     const __m128 factor = _mm_maskz_div_ps(some, limits, value);
     factors[0] = _mm512_broadcastss_ps(factor);
@@ -286,8 +287,8 @@ struct Vector {
     __m256i of[2] = {_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1)};
     if (parts == 1) of[0] = _mm256_add_epi32(of[0], of[1]);
     for (int part = 0; part < parts; ++part) {
-      __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(of[part]),
-                                  _mm256_extracti128_si256(of[part], 1));
+      __m128i sum =
+          _mm_add_epi32(_mm256_castsi256_si128(of[part]), _mm256_extracti128_si256(of[part], 1));
       sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
       sum = zero >= 0 ? _mm_mullo_epi32(sum, _mm_set1_epi32(-zero))
                       : _mm_castps_si128(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)));

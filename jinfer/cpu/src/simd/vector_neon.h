@@ -10,7 +10,7 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kMaxRows = 4;          // of activations at a time
+  static constexpr int kMaxRows = 4;  // of activations at a time
   static constexpr int kPanelRows = kMaxRows;
   static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
@@ -18,7 +18,7 @@ struct Vector {
   static constexpr bool kSplitsSevenBits =
       false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
-  static constexpr bool kPairs = false;  // there is no scales_of_pair()
+  static constexpr bool kPairs = false;     // there is no scales_of_pair()
   static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   struct I {
@@ -90,15 +90,15 @@ struct Vector {
   }
   static I bit_or(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
 
-  static constexpr int dot_class(int most) { return most <= 127 ? 127 : 255; }
-  template <int most, bool minus, int steps>
+  static constexpr int dot_class(int max_value) { return max_value <= 127 ? 127 : 255; }
+  template <int max_value, bool minus, int steps>
   static void dot(I& sum, I& pairs, I codes, I x, int s) {
-    if constexpr (most > 127) {
+    if constexpr (max_value > 127) {
       const uint32x4_t tops = vdupq_n_u32(0x80808080u);
       codes = {veorq_u32(codes.low, tops), veorq_u32(codes.high, tops)};
     }
     sum = signed_dot(sum, codes, x);
-    if constexpr (most > 127 && !minus) {  // what was taken off is given back: 128 times x
+    if constexpr (max_value > 127 && !minus) {  // what was taken off is given back: 128 times x
       const uint32x4_t ones = vdupq_n_u32(0x01010101u);
       pairs = signed_dot(s ? pairs : zero(), {ones, ones}, x);
       if (s == steps - 1) sum = add(sum, shift_left<7>(pairs));
@@ -215,9 +215,10 @@ struct Vector {
 
   static uint32_t magnitude(const float* x) {
     const uint32x4_t rest = vdupq_n_u32(0x7fffffff);  // all but the sign
-    uint32x4_t most = vdupq_n_u32(0);
-    for (int i = 0; i < 32; i += 4) most = vmaxq_u32(most, vandq_u32(bytes_at(x + i), rest));
-    return vmaxvq_u32(most);
+    uint32x4_t max_value = vdupq_n_u32(0);
+    for (int i = 0; i < 32; i += 4)
+      max_value = vmaxq_u32(max_value, vandq_u32(bytes_at(x + i), rest));
+    return vmaxvq_u32(max_value);
   }
   static I rounded(F v) {
     return {vreinterpretq_u32_s32(vcvtnq_s32_f32(v.low)),

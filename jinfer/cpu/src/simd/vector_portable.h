@@ -11,13 +11,13 @@ struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;  // of activations at a time
   static constexpr int kPanelRows = kMaxRows;
-  static constexpr int kGroups = 1;   // row groups of a panel at a time
+  static constexpr int kGroups = 1;  // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
   static constexpr bool kByteShifts = false;
   static constexpr bool kSplitsSevenBits =
       false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
-  static constexpr bool kPairs = false;  // there is no scales_of_pair()
+  static constexpr bool kPairs = false;     // there is no scales_of_pair()
   static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   typedef uint32_t I __attribute__((vector_size(4 * L)));
@@ -61,7 +61,7 @@ struct Vector {
   static I bit_or(I a, I b) { return a | b; }
 
   static constexpr int dot_class(int) { return 255; }
-  template <int most, bool minus, int steps>
+  template <int max_value, bool minus, int steps>
   static void dot(I& a, I&, I codes, I x, int) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
     Signed sum = reinterpret_cast<Signed>(a) + (q & 255) * (y << 24 >> 24);
@@ -107,12 +107,12 @@ struct Vector {
   static bool gather(const void*, bool, int, const uint16_t*, bool, F&, F&) { return false; }
 
   static uint32_t magnitude(const float* x) {
-    uint32_t most = 0;
+    uint32_t max_value = 0;
     for (int i = 0; i < 32; ++i) {
       const uint32_t bits = copy<uint32_t>(x + i) & 0x7fffffffu;
-      most = bits > most ? bits : most;
+      max_value = bits > max_value ? bits : max_value;
     }
-    return most;
+    return max_value;
   }
   static I rounded(F v) {
     int32_t values[L];
