@@ -241,7 +241,7 @@ def test_reprs() -> None:
     trace = model("llama2").trace(TOKENS[:3], ["decoder.0.x", "decoder.0.attn.q"])
     assert repr(trace) == "Trace(3 tokens: decoder.0.attn.q [3, 4, 16], decoder.0.x [3, 64])"
     assert trace._ipython_key_completions_() == ["decoder.0.attn.q", "decoder.0.x"]
-    assert ">decoder.0.x</td>" in trace._repr_html_()
+    assert "<code>decoder.0.x</code>" in trace._repr_html_()
     said = r"'decoder\.0\.y' was not captured; did you mean 'decoder.0.x'\? captured: decoder"
     with pytest.raises(KeyError, match=said):
         trace["decoder.0.y"]

@@ -325,7 +325,7 @@ def test_a_model_in_a_process_of_its_own(tmp_path: Path) -> None:
             yield
 
         @contextlib.asynccontextmanager
-        async def hold(self, one: Any, *, awake: bool) -> AsyncIterator[Any]:
+        async def keep_loaded(self, one: Any, *, awake: bool) -> AsyncIterator[Any]:
             yield one
 
     async def ask() -> Any:
