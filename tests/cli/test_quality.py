@@ -34,7 +34,7 @@ def test_the_rows(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     more = ("--kv-cache", "q8", "--json", str(report), "--svg", str(drawing))
     assert main([str(MODEL), "--text", str(text), *SMALL, *more]) == 0
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(report.read_text())["rows"]}
-    assert list(rows) == ["f32", "q2 search", "q8 search", "f32 cache q8"]
+    assert list(rows) == ["f32", "q2 mse", "q8 mse", "f32 cache q8"]
     f32, q2, q8, cache = rows.values()
     assert (f32["bits"], f32["divergence"], f32["agreement"]) == (32, 0, 1)
     assert q2["rmse"] > 10 * q8["rmse"] > 0

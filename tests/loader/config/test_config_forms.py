@@ -180,7 +180,7 @@ def test_warning_is_enough_where_the_user_says_so(
         open_model(folder, {"trust_config": "warn"})
     said = [record.getMessage() for record in caplog.records]
     assert [line.split(" ")[1] for line in said] == ["sliding_window", "logit_scale"]
-    with pytest.raises(SpecError, match=r"trust_config: 'yes' is not one of the words"):
+    with pytest.raises(SpecError, match=r"trust_config: 'yes' is not one of the allowed words"):
         open_model(folder, {"trust_config": "yes"})
 
 
