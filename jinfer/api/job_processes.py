@@ -98,6 +98,8 @@ def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None])
         group.end(2, f"process 0: {error}")
         raise
     except BaseException as error:
+        if group.rank:
+            group.fail(error)
         group.end(LOST, f"process {group.rank} failed: {type(error).__name__}: {error}")
         raise
     if status in (0, _INTERRUPTED):

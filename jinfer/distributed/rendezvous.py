@@ -99,7 +99,7 @@ def _accept(job: JobConfig, deadline: float) -> Joined:
                 continue
             _answer(caller, {"refused": refusal})
             reason = refusal
-            if KEY in os.environ:  # without a key anybody may call, and may not end the job
+            if os.environ.get(KEY):  # without a key anybody may call, and may not end the job
                 raise _refused(refusal, members)
     here = next(own for _, own, _ in members.values())
     with socket.create_server((here, 0), family=_family(here)) as free:

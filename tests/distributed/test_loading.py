@@ -45,4 +45,4 @@ def test_each_has_little_more_than_its_share(tmp_path: Path, plan: str) -> None:
     whole = (tmp_path / "large.gguf").stat().st_size / 2**20
     for own, without in zip(peaks(tmp_path / "large.gguf", plan), runtime, strict=True):
         print(f"{plan}: {own:.0f} MiB, {without:.0f} without weights; a quarter is {whole / 4:.0f}")
-        assert own < 1.2 * whole / 4 + without
+        assert own < 1.25 * whole / 4 + without
