@@ -144,7 +144,7 @@ def serving(
     try:
         with httpx.Client(base_url="http://jinfer", transport=transport, timeout=300) as http:
             service = Service(job, folder / "http", http)
-            service.until(lambda: WHERE in hosts.listeners(0))
+            service.until(lambda: WHERE in hosts.listeners(0) or job[0].poll() is not None)
             between()
             job.append(start(1))
             service.until(lambda: answers(service))
