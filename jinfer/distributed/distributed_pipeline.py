@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -69,7 +69,7 @@ class FetchedArray:
         return int(np.asarray(self))
 
 
-class InOrder(Launcher):
+class SynchronousLauncher(Launcher):
     """Runs one program after another.
 
     On CPUs a collective starts as soon as its inputs are there, in any order of the programs, and
@@ -98,32 +98,35 @@ class DistributedPipeline(Pipeline):
     caches: Any = ()
     states: Any = ()
     _kept: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    _zero_rows: dict[Any, Array] = field(default_factory=dict)
     _dropped: deque[int] = field(default_factory=deque)
     _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property
     def launch(self) -> Launcher:
         """Launches in the calling thread: collectives need one order in all processes."""
-        return InOrder() if self.home_device.platform == "cpu" else Launcher(threaded=False)
+        on_cpu = self.home_device.platform == "cpu"
+        return SynchronousLauncher() if on_cpu else Launcher(threaded=False)
 
     def release(self) -> None:
         """As `Pipeline.release`; process 0 has all processes do so."""
-        self._tell(release=True)
+        self._send(release=True)
         super().release()
         self.leaves = self.caches = self.states = ()
         self._kept.clear()
+        self._zero_rows.clear()
 
     def allocate_kv_cache(self) -> Any:
         """As `Pipeline.allocate_kv_cache`, in all processes."""
-        self._tell(reset="cache")
+        self._send(reset="cache")
         return super().allocate_kv_cache()
 
     def empty_state(self) -> Any:
         """As `Pipeline.empty_state`, in all processes."""
-        self._tell(reset="state")
+        self._send(reset="state")
         return super().empty_state()
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if self.group.rank == 0:
             with self._reported_errors():
                 self.group.send(message)
@@ -131,7 +134,7 @@ class DistributedPipeline(Pipeline):
     def program(self, step: Step, key: StepKey) -> Program:
         """The program of a step; on process 0 as an engine calls it."""
         own = _own_arguments(step)
-        self._tell(announce=asdict(key))  # the others compile it at the same time
+        self._send(announce=asdict(key))  # the others compile it at the same time
         run = super().program(step, key)
         if self.group.rank:
             return partial(self._follow, step, run)
@@ -259,9 +262,9 @@ class DistributedPipeline(Pipeline):
         for leaf in leaves:
             shape = (1, *leaf.shape)
             own = [
-                jnp.reshape(_on(leaf, device), shape)
+                jnp.reshape(_replica_on(leaf, device), shape)
                 if device == source
-                else _zeros(shape, np.dtype(leaf.dtype), device)
+                else self._zeros(shape, leaf.dtype, device)
                 for device in local
             ]
             sharding = NamedSharding(_mesh(devices), PartitionSpec("move"))
@@ -271,6 +274,13 @@ class DistributedPipeline(Pipeline):
         if not target.local:
             return jax.tree.unflatten(structure, [_abstract(leaf) for leaf in leaves])
         return jax.tree.unflatten(structure, [_shards_of(array, target) for array in moved])
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any, device: jax.Device) -> Array:
+        """Zeros, which are kept until the model is released: no program changes them."""
+        key = shape, np.dtype(dtype), device
+        if key not in self._zero_rows:
+            self._zero_rows[key] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._zero_rows[key]
 
     @contextmanager
     def _reported_errors(self) -> Iterator[None]:
@@ -307,30 +317,19 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-_meshes: dict[tuple[jax.Device, ...], Mesh] = {}
-_adders: dict[tuple[jax.Device, ...], Callable[[list[Array]], list[Array]]] = {}
-_zeros_of: dict[Any, Array] = {}
-
-
+@cache
 def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    if devices not in _meshes:
-        _meshes[devices] = Mesh(np.array(devices), ("move",))
-    return _meshes[devices]
+    return Mesh(np.array(devices), ("move",))
 
 
+@cache
 def _adder(devices: tuple[jax.Device, ...]) -> Callable[[list[Array]], list[Array]]:
     """A function that adds up rows, of which only one is not zero: to the bit."""
-    if devices not in _adders:
-
-        def add(rows: list[Array]) -> list[Array]:
-            return [_added(row) for row in rows]
-
-        whole = NamedSharding(_mesh(devices), PartitionSpec())
-        _adders[devices] = jax.jit(add, out_shardings=whole)
-    return _adders[devices]
+    everywhere = NamedSharding(_mesh(devices), PartitionSpec())
+    return jax.jit(partial(jax.tree.map, _sum), out_shardings=everywhere)
 
 
-def _added(rows: Array) -> Array:
+def _sum(rows: Array) -> Array:
     if rows.dtype == jnp.bool_:
         return rows.any(axis=0)
     if jnp.issubdtype(rows.dtype, jnp.integer):
@@ -340,14 +339,7 @@ def _added(rows: Array) -> Array:
     return lax.bitcast_convert_type(total, rows.dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Array:
-    key = shape, dtype, device
-    if key not in _zeros_of:
-        _zeros_of[key] = jax.device_put(np.zeros(shape, dtype), device)
-    return _zeros_of[key]
-
-
-def _on(leaf: Array, device: jax.Device) -> Array:
+def _replica_on(leaf: Array, device: jax.Device) -> Array:
     """The copy of a replicated array on a device."""
     if len(leaf.sharding.device_set) == 1:
         return first_replica(leaf)

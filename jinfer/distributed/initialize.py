@@ -13,7 +13,7 @@ from jinfer.distributed.current_group import set_current_group
 from jinfer.distributed.job_certificates import mutual_tls
 from jinfer.distributed.job_config import JobConfig
 from jinfer.distributed.process_group import HEARTBEAT, ProcessGroup
-from jinfer.distributed.rendezvous import meet
+from jinfer.distributed.rendezvous import rendezvous
 from jinfer.loader.config.source_errors import SourceError
 
 
@@ -24,7 +24,7 @@ def join_job(job: JobConfig) -> ProcessGroup:
         SourceError: a process cannot be reached, or does not belong to this job.
     """
     with mutual_tls() as certificates:
-        joined = meet(job)
+        joined = rendezvous(job)
         _redirect_stdout()
         problem = listen_at(joined.addresses[job.rank])
         group = ProcessGroup(job.rank, joined.addresses, joined.connections, problem)

@@ -59,8 +59,8 @@ def find_job(flags: Mapping[str, Any], environment: Mapping[str, str]) -> JobCon
     if any(value is not None for value in named.values()):
         return _named(named)
     if "LWS_LEADER_ADDRESS" in environment:
-        told = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
-        values = dict(zip(FLAGS, (environment.get(name) for name in told), strict=True))
+        names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+        values = dict(zip(FLAGS, (environment.get(name) for name in names), strict=True))
         return None if values["processes"] == "1" else _named(values)
     if any(name in environment for name in _STARTED):
         return _detected(environment)

@@ -76,8 +76,8 @@ class ProcessGroup:
         """Starts a thread that notices processes that do not answer JAX's coordination service."""
         threading.Thread(target=self._watch_heartbeats, name="heartbeats", daemon=True).start()
 
-    def complaint(self) -> str:
-        """Reports that a process does not answer; "": all do."""
+    def unavailable_reason(self) -> str:
+        """Why the job does not answer: a process does not; "": all do."""
         seconds = time.monotonic() - self._checked
         if seconds < _WATCH + SILENT:
             return ""
@@ -173,6 +173,10 @@ class ProcessGroup:
 
     def fail(self, error: BaseException) -> None:
         """Ends the job because of an error on this process."""
+        if isinstance(error, SourceError):  # that of another process, which waits for the end
+            self.end(2, str(error))
+            self.leave(2, str(error))
+        _log.warning("a computation failed; waiting for the name of a lost process")
         # A collective with a lost process fails before it is known who is lost.
         time.sleep(HEARTBEAT + 2 * _WATCH)
         if not self._ending.acquire(blocking=False):

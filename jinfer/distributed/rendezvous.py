@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -56,18 +57,18 @@ def job_key() -> bytes:
     return os.environ.get(KEY, "").encode() or _NO_KEY
 
 
-def meet(job: JobConfig) -> Joined:
+def rendezvous(job: JobConfig) -> Joined:
     """Waits until all processes of a job are there.
 
     Raises:
         SourceError: a process is missing, or does not belong to the job.
     """
     deadline = time.monotonic() + _join_seconds()
-    return _call(job, deadline) if job.rank else _accept(job, deadline)
+    return _join(job, deadline) if job.rank else _accept(job, deadline)
 
 
 def _accept(job: JobConfig, deadline: float) -> Joined:
-    callers = SimpleQueue[tuple[Connection, str, str, Any]]()
+    callers = SimpleQueue[tuple[Any, str, str, Any]]()
     members: dict[int, tuple[Connection, str, str]] = {}
     reason = ""  # why a caller was turned away, which may explain who is missing
 
@@ -81,7 +82,7 @@ def _accept(job: JobConfig, deadline: float) -> Joined:
         where = format_address(job.host, job.port)
         raise SourceError(f"cannot listen at {where}: {error.strerror or error}") from None
     with _listening(listener), task(f"waiting for {missing()}") as waiting:
-        threading.Thread(target=_greet_all, args=(listener, callers), daemon=True).start()
+        threading.Thread(target=_accept_callers, args=(listener, callers), daemon=True).start()
         while len(members) < job.size - 1:
             waiting.say(f"waiting for {missing()}")
             try:
@@ -98,6 +99,7 @@ def _accept(job: JobConfig, deadline: float) -> Joined:
                 members[hello["process"]] = caller, own, where
                 continue
             _answer(caller, {"refused": refusal})
+            caller.close()
             reason = refusal
             if os.environ.get(KEY):  # without a key anybody may call, and may not end the job
                 raise _refused(refusal, members)
@@ -120,38 +122,58 @@ def _listening(listener: socket.socket) -> Iterator[None]:
         listener.close()
 
 
-def _greet_all(listener: socket.socket, callers: SimpleQueue[Any]) -> None:
-    """Accepts connections until the listener is closed; each is greeted in a thread."""
+def _accept_callers(listener: socket.socket, callers: SimpleQueue[Any]) -> None:
+    """Accepts connections until the listener is closed; a thread authenticates each."""
     waiting: dict[int, socket.socket] = {}
     while True:
         try:
             caller, _ = listener.accept()
         except OSError:
             break
-        if len(waiting) >= _CALLERS:  # the one that has waited longest
-            waiting.pop(next(iter(waiting))).close()
+        if len(waiting) >= _CALLERS:
+            _disconnect(waiting, next(iter(list(waiting)), None))
         waiting[id(caller)] = caller
-        threading.Thread(target=_greet, args=(caller, waiting, callers), daemon=True).start()
+        threading.Thread(target=_authenticate, args=(caller, waiting, callers), daemon=True).start()
 
 
-def _greet(caller: socket.socket, waiting: dict[int, Any], callers: SimpleQueue[Any]) -> None:
-    own, where = caller.getsockname()[0], caller.getpeername()[0]
-    connection = Connection(os.dup(caller.fileno()))
+def _disconnect(waiting: dict[int, socket.socket], longest: int | None) -> None:
+    """Ends the connection that has waited longest, and with it the thread that reads it."""
+    if longest is not None and (caller := waiting.pop(longest, None)) is not None:
+        with suppress(OSError):
+            caller.shutdown(socket.SHUT_RDWR)
+
+
+def _authenticate(
+    caller: socket.socket, waiting: dict[int, socket.socket], callers: SimpleQueue[Any]
+) -> None:
+    connection: Connection | None = None
+    where = ""
     try:
+        own, where = caller.getsockname()[0], caller.getpeername()[0]
+        connection = _connection(caller)
         deliver_challenge(connection, job_key())
         answer_challenge(connection, job_key())
         hello = json.loads(connection.recv_bytes(_LONGEST))
-        numbers = [hello["process"], hello["processes"]]
-        if not all(type(number) is int for number in numbers):
-            return
-        callers.put((connection, own, where, hello))
+        if type(hello["process"]) is int and type(hello["processes"]) is int:
+            callers.put((connection, own, where, hello))
+            connection = None
     except AuthenticationError:
-        callers.put((connection, own, where, f"a caller at {where} has another {KEY}"))
-    except (OSError, EOFError, ValueError, TypeError, KeyError):  # not a process of a job
-        connection.close()
+        callers.put((None, "", where, f"a caller at {where} has another {KEY}"))
+    except (OSError, EOFError, ValueError, TypeError, KeyError):
+        pass  # not a process of a job
     finally:
         waiting.pop(id(caller), None)
         caller.close()
+        if connection is not None:
+            connection.close()
+
+
+def _connection(caller: socket.socket) -> Connection:
+    """A connection over a copy of a socket; a read of it fails after `_ANSWER` seconds."""
+    caller.settimeout(None)
+    seconds = struct.pack("ll", int(_ANSWER), 0)
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    return Connection(os.dup(caller.fileno()))
 
 
 def _mismatch(job: JobConfig, hello: Mapping[str, Any], members: Mapping[int, Any]) -> str:
@@ -170,6 +192,7 @@ def _mismatch(job: JobConfig, hello: Mapping[str, Any], members: Mapping[int, An
 def _refused(reason: str, members: Mapping[int, tuple[Connection, str, str]]) -> SourceError:
     for caller, _, _ in members.values():
         _answer(caller, {"refused": reason})
+        caller.close()
     return SourceError(reason)
 
 
@@ -178,7 +201,7 @@ def _answer(caller: Connection, answer: Mapping[str, Any]) -> None:
         caller.send_bytes(json.dumps(answer).encode())
 
 
-def _call(job: JobConfig, deadline: float) -> Joined:
+def _join(job: JobConfig, deadline: float) -> Joined:
     who = f"process 0 at {format_address(job.host, job.port)}"
     connection = _connected(job, deadline, who)
     hello = {"process": job.rank, "processes": job.size, **_versions()}
@@ -200,7 +223,7 @@ def _connected(job: JobConfig, deadline: float, who: str) -> Connection:
     with task(f"waiting for {who}"):
         while True:
             try:
-                connection = _dial(job)
+                connection = _connect(job)
                 answer_challenge(connection, job_key())
                 deliver_challenge(connection, job_key())
                 return connection
@@ -209,6 +232,8 @@ def _connected(job: JobConfig, deadline: float, who: str) -> Connection:
                     f"{who} has another {KEY}; set the same for all processes"
                 ) from None
             except (OSError, EOFError, ValueError) as error:
+                if isinstance(error, BlockingIOError):
+                    error = TimeoutError("it does not answer")
                 if time.monotonic() > deadline:
                     text = getattr(error, "strerror", None) or str(error) or "it hung up"
                     reason = f"{who} cannot be reached: {text}"
@@ -216,14 +241,9 @@ def _connected(job: JobConfig, deadline: float, who: str) -> Connection:
             time.sleep(_PAUSE)
 
 
-def _dial(job: JobConfig) -> Connection:
+def _connect(job: JobConfig) -> Connection:
     with socket.create_connection((job.host, job.port), timeout=_ANSWER) as caller:
-        caller.settimeout(None)
-        connection = Connection(os.dup(caller.fileno()))
-    if not connection.poll(_ANSWER):
-        connection.close()
-        raise TimeoutError("it does not answer")
-    return connection
+        return _connection(caller)
 
 
 def format_address(host: str, port: int) -> str:

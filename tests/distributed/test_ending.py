@@ -155,6 +155,21 @@ def test_another_specification() -> None:
         assert "process 1 has another specification than process 0" in each.err
 
 
+def test_a_process_without_the_checkpoint() -> None:
+    """All processes report the error of the one that has it, and none has a traceback."""
+    port = free_port()
+    sources = [GOLDEN, "tests/goldens/missing"]
+    job = [
+        started(["-m", "jinfer.generate", source, *GENERATE[3:], *PLAN, *flags(port, 2, rank)])
+        for rank, source in enumerate(sources)
+    ]
+    for each in ran(job):
+        assert each.status == 2, each
+        assert "process 1: " in each.err
+        assert "tests/goldens/missing" in each.err
+        assert "Traceback" not in each.err
+
+
 @pytest.mark.skipif(own_isa() in (None, "portable", "neon"), reason="of processors with AVX2")
 def test_another_processor() -> None:
     """What one multiplies as whole numbers the other does not: they would hold other arrays."""

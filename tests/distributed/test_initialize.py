@@ -18,7 +18,7 @@ import pytest
 from jinfer.distributed import collective_address, rendezvous
 from jinfer.distributed.job_certificates import mutual_tls
 from jinfer.distributed.job_config import JobConfig, find_job
-from jinfer.distributed.rendezvous import Joined, meet
+from jinfer.distributed.rendezvous import Joined
 from jinfer.distributed.unsupported import check_stages
 from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
@@ -112,7 +112,7 @@ def results(jobs: list[JobConfig], opened: list[Joined]) -> list[Joined | str]:
 
     def run(index: int, job: JobConfig) -> None:
         try:
-            joined = meet(job)
+            joined = rendezvous.rendezvous(job)
             opened.append(joined)
             found[index] = joined
         except SourceError as error:
@@ -236,6 +236,11 @@ def test_strangers_keep_nobody_out(patience: pytest.MonkeyPatch, opened: list[Jo
     (other,) = results([JobConfig("127.0.0.1", port, 2, 1)], opened)
     leading.join()
     assert all(isinstance(each, Joined) for each in (other, *found)), (other, found)
+    for caller in strangers[:12]:  # those that had waited longest are disconnected
+        caller.settimeout(10)
+        with suppress(ConnectionError):
+            while caller.recv(4096):
+                pass
     for caller in strangers:
         caller.close()
 

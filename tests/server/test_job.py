@@ -30,7 +30,7 @@ class Job:
     complains: str = ""
     parting: bool = False
 
-    def complaint(self) -> str:
+    def unavailable_reason(self) -> str:
         return self.complains
 
 

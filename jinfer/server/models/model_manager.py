@@ -83,7 +83,7 @@ class ModelManager:
     def unavailable_reason(self) -> str:
         """Return why loaded models do not answer (a process of the job is silent); "": they do."""
         group = current_group()
-        return "" if group is None else group.complaint()
+        return "" if group is None else group.unavailable_reason()
 
     async def start(self) -> None:
         """Load as many models as fit in memory, other than models on demand.
