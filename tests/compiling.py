@@ -33,9 +33,9 @@ def shared_programs() -> Iterator[None]:
     compile_now = CompiledPrograms._compile
 
     def compile_once(self: CompiledPrograms, key: StepKey) -> Program:
-        if self.shelf is not None or self.pipeline is not None or self.device is not None:
+        if self.program_cache is not None or self.pipeline is not None or self.device is not None:
             return compile_now(self, key)
-        entry = self._shelf_entry(key)
+        entry = self._cache_entry(key)
         if entry not in _programs:
             _programs[entry] = compile_now(self, key)
         return _programs[entry]

@@ -239,7 +239,7 @@ def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> No
     """
     keys, programs = first_shapes(engine, prompt), engine.runner.programs
     small = backend() == "cpu" and nbytes(engine.runner.model.parameters) <= _SMALL_WEIGHTS
-    compiles = programs.shelf is not None and not programs.stored(keys)
+    compiles = programs.program_cache is not None and not programs.stored(keys)
     futures = programs.announce(keys)
     if small and compiles:
         for future in track(futures, "compiling", unit="program", shown=progress):

@@ -33,14 +33,14 @@ EVERY: dict[str, SamplingParams] = {
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> DiskCache:
+def stored(tmp_path: Path) -> DiskCache:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
     return DiskCache(folder, "a version")
 
 
 def results(
-    shelf: DiskCache, golden: str, strategies: tuple[str, ...] = tuple(EVERY), **overrides: Any
+    stored: DiskCache, golden: str, strategies: tuple[str, ...] = tuple(EVERY), **overrides: Any
 ) -> tuple[list[Any], set[str]]:
     """What a model gives, and the kinds of programs that were traced for it."""
     traced: set[str] = set()
@@ -55,7 +55,7 @@ def results(
         pytest.MonkeyPatch.context() as patch,
         LLM(GOLDENS / golden, **{"engine.slots": 4, **overrides}) as llm,
     ):
-        llm.session.engine.runner.programs.shelf = shelf
+        llm.session.engine.runner.programs.program_cache = stored
         patch.setattr(CompiledPrograms, "step_function", note)
         found: list[Any] = []
         if llm.spec.decoder is not None:
@@ -91,64 +91,64 @@ def same(first: list[Any], second: list[Any]) -> None:
     ],
 )
 def test_a_second_start_traces_nothing(
-    shelf: DiskCache, golden: str, overrides: dict, kinds: str
+    stored: DiskCache, golden: str, overrides: dict, kinds: str
 ) -> None:
-    first, made = results(shelf, golden, **overrides)
+    first, made = results(stored, golden, **overrides)
     assert made >= set(kinds.split())
-    second, traced = results(shelf, golden, **overrides)
+    second, traced = results(stored, golden, **overrides)
     assert traced == set()
     same(first, second)
 
 
-def test_where_jax_calls_them(shelf: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_jax_calls_them(stored: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    usual = results(shelf, "llama2", ("drawn",), **FEW)[0]
+    usual = results(stored, "llama2", ("drawn",), **FEW)[0]
     monkeypatch.setattr("jinfer.engine.runner.aot_serialization._is_cpu", lambda: False)
-    called, traced = results(shelf, "llama2", ("drawn",), **FEW)
+    called, traced = results(stored, "llama2", ("drawn",), **FEW)
     assert traced == set()
     same(usual, called)
 
 
-def test_damaged_programs_are_made_again(shelf: DiskCache) -> None:
+def test_damaged_programs_are_made_again(stored: DiskCache) -> None:
     """Every other one is cut, in the rest a bit is another one."""
-    first, made = results(shelf, "llama2", ("greedy",), **FEW)
-    before = sorted(path.name for path in shelf.folder.iterdir())
+    first, made = results(stored, "llama2", ("greedy",), **FEW)
+    before = sorted(path.name for path in stored.folder.iterdir())
     for number, name in enumerate(before):
-        content = bytearray((shelf.folder / name).read_bytes())
+        content = bytearray((stored.folder / name).read_bytes())
         content[len(content) // 2] ^= number % 2
-        (shelf.folder / name).write_bytes(content if number % 2 else content[:-100])
-    again, traced = results(shelf, "llama2", ("greedy",), **FEW)
+        (stored.folder / name).write_bytes(content if number % 2 else content[:-100])
+    again, traced = results(stored, "llama2", ("greedy",), **FEW)
     same(first, again)
     assert traced == made
-    assert sorted(path.name for path in shelf.folder.iterdir()) == before
-    assert results(shelf, "llama2", ("greedy",), **FEW)[1] == set()
+    assert sorted(path.name for path in stored.folder.iterdir()) == before
+    assert results(stored, "llama2", ("greedy",), **FEW)[1] == set()
 
 
 @pytest.mark.parametrize("which", ["dumped", "loaded"])
 def test_what_cannot_be_kept_is_left_to_jax(
-    shelf: DiskCache, which: str, monkeypatch: pytest.MonkeyPatch
+    stored: DiskCache, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a version of JAX that looks another way inside."""
-    before = results(shelf, "llama2", ("greedy",), **FEW)[0] if which == "loaded" else None
+    before = results(stored, "llama2", ("greedy",), **FEW)[0] if which == "loaded" else None
     monkeypatch.setattr(compiled_programs, which, lambda _: None)
-    first, made = results(shelf, "llama2", ("greedy",), **FEW)
-    second, traced = results(shelf, "llama2", ("greedy",), **FEW)
+    first, made = results(stored, "llama2", ("greedy",), **FEW)
+    second, traced = results(stored, "llama2", ("greedy",), **FEW)
     assert made == traced != set()
     same(first, second)
     if before is not None:
         same(before, first)
-    sizes = {path.stat().st_size for path in shelf.folder.iterdir()}
+    sizes = {path.stat().st_size for path in stored.folder.iterdir()}
     assert sizes == {32}  # nothing but their hashes
 
 
-def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_programs_depend_on(stored: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each difference is another key."""
     with LLM(GOLDENS / "llama2") as llm, LLM(GOLDENS / "llama31") as other:
         own = llm.session.engine.runner.programs
 
         def key(of: CompiledPrograms = own, kind: Any = "copy_blocks") -> str:
             vars(of).pop("_described", None)
-            return of._shelf_entry(StepKey(kind))
+            return of._cache_entry(StepKey(kind))
 
         keys = [key(), key(kind="set_slot"), key(other.session.engine.runner.programs)]
         for overrides in (
@@ -170,7 +170,7 @@ def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPat
         assert not any(" at 0x" in one for one in keys)
 
 
-def test_what_cannot_be_read_is_no_program(shelf: DiskCache) -> None:
+def test_what_cannot_be_read_is_no_program(stored: DiskCache) -> None:
     for content in (b"", b"\x02" + bytes(7) + b"{}", bytes(100), b"\xff" * 100):
         assert loaded(content) is None
 

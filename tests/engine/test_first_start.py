@@ -25,7 +25,7 @@ class Start:
         at_load: programs compiled by the time its weights were read, of how many in all.
     """
 
-    def __init__(self, shelf: DiskCache, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, stored: DiskCache, patch: pytest.MonkeyPatch) -> None:
         self.compiled = self.running = self.at_once = 0
         self.at_load = (0, 0)
         lock = threading.Lock()
@@ -47,42 +47,42 @@ class Start:
 
         patch.setattr(compiled_programs, "compiled_apart", compile_one)
         patch.setattr(session, "load", load)
-        patch.setattr(session, "use_persistent_cache", lambda: shelf)
+        patch.setattr(session, "use_persistent_cache", lambda: stored)
         keys: dict[str, Any] = {"engine.slots": 1, "engine.prefill_chunk": 8}
         with LLM(GOLDEN, first=lambda _: [1] * 12, **keys) as llm:
             self.answer = llm.generate([[1] * 12], max_tokens=4)[0].token_ids
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> DiskCache:
+def stored(tmp_path: Path) -> DiskCache:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
     return DiskCache(folder, "a version")
 
 
 def test_small_weights_wait_for_what_compiles(
-    shelf: DiskCache, monkeypatch: pytest.MonkeyPatch
+    stored: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be in memory beside what compilers need. What is stored is not waited for."""
     monkeypatch.setattr(compiled_programs, "cores", lambda: 1)
-    first = Start(shelf, monkeypatch)
+    first = Start(stored, monkeypatch)
     assert first.at_load[0] == first.at_load[1] > 3
     assert first.at_once == 1
     monkeypatch.undo()
     waited: list[Any] = []
     monkeypatch.setattr(build_engine, "wait", waited.append)
-    second = Start(shelf, monkeypatch)
+    second = Start(stored, monkeypatch)
     assert second.compiled == 0
     assert not waited
     assert second.answer == first.answer
 
 
 def test_large_weights_are_read_meanwhile(
-    shelf: DiskCache, monkeypatch: pytest.MonkeyPatch
+    stored: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(build_engine, "wait", waited.append)
     monkeypatch.setattr(build_engine, "_SMALL_WEIGHTS", 1000)
-    start = Start(shelf, monkeypatch)
+    start = Start(stored, monkeypatch)
     assert start.compiled > 3
     assert not waited

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _COMPILER_STACK = 64 << 20
 _COMPILER_THREADS = 4  # at most, and one a core: more would hold memory and gain nothing
 
-NOTHING = b""  # on the shelf: this program cannot be stored
+NOTHING = b""  # in the program cache: this program cannot be stored
 
 # An `Executable`, `Reader` or `jax.stages.Compiled`, called with its `StepFunction`'s arguments.
 Program = Any
@@ -81,7 +81,7 @@ class CompiledPrograms:
     Attributes:
         model: the model that they run.
         sizes: of the KV cache and the device state.
-        shelf: stores compiled programs for the next start.
+        program_cache: stores compiled programs for the next start.
         device: where they run; None: on JAX's default device, or in a pipeline.
         pipeline: the stages of a model on several devices; None: the model is on one.
         compilations: programs compiled, or found in the persistent cache, so far.
@@ -90,7 +90,7 @@ class CompiledPrograms:
 
     model: AbstractModel
     sizes: Sizes
-    shelf: DiskCache | None = None
+    program_cache: DiskCache | None = None
     device: jax.Device | None = None
     pipeline: PipelineProtocol | None = None
     compilations: int = 0
@@ -123,8 +123,9 @@ class CompiledPrograms:
             self.pipeline.release()
 
     def stored(self, keys: Iterable[StepKey]) -> bool:
-        """Whether all of these programs are on the shelf, so that none has to be compiled."""
-        return self.shelf is not None and all(self._shelf_entry(key) in self.shelf for key in keys)
+        """Whether all of these programs are in the program cache, so that none is compiled."""
+        cache = self.program_cache
+        return cache is not None and all(self._cache_entry(key) in cache for key in keys)
 
     def ready(self, key: StepKey) -> bool:
         """Whether a program is compiled already; if not, its compilation starts."""
@@ -151,18 +152,18 @@ class CompiledPrograms:
         if self.pipeline is not None:
             return self.pipeline.program(self.step(key), key)
         # Nothing tells a user's function from another one with its name, in the next process.
-        shelf = None if has_function(key.extras) else self.shelf
-        entry = "" if shelf is None else self._shelf_entry(key)
-        content = None if shelf is None else shelf.get(entry)
+        program_cache = None if has_function(key.extras) else self.program_cache
+        entry = "" if program_cache is None else self._cache_entry(key)
+        content = None if program_cache is None else program_cache.get(entry)
         if content and (program := loaded(content)) is not None:
             trim()  # loading takes twice the memory of the program
             return program
         lowered = self._lowered(key)
-        if shelf is None or content == NOTHING:
+        if program_cache is None or content == NOTHING:
             return reader(compiled(lowered))
         program = compiled_apart(lowered)
         # A stored program that failed to load is left to JAX's own cache from now on.
-        shelf.put(entry, NOTHING if content else dumped(program) or NOTHING)
+        program_cache.put(entry, NOTHING if content else dumped(program) or NOTHING)
         return reader(program)
 
     def _lowered(self, key: StepKey) -> jax.stages.Lowered:
@@ -179,7 +180,7 @@ class CompiledPrograms:
     def _on_platform(self) -> AbstractContextManager[None]:
         return nullcontext() if self.device is None else target_platform(self.device.platform)
 
-    def _shelf_entry(self, key: StepKey) -> str:
+    def _cache_entry(self, key: StepKey) -> str:
         """Name of a stored program: all that it depends on, except jinfer's own code."""
         with self._describing:  # once: all threads ask at the same time
             described = self._described
@@ -300,7 +301,7 @@ class CompiledPrograms:
         from jinfer.engine.runner.step_forms import StepFunction
 
         step = self.step(key)
-        return step if isinstance(step, StepFunction) else step.whole(self)
+        return step if isinstance(step, StepFunction) else step.on_one_device(self)
 
     def with_leaves(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """A function of the flat weights, from one of the model and its parameters.

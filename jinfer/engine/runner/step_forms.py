@@ -1,8 +1,8 @@
 """Forms of compiled steps: which parts of a step use the device state, the model and the KV cache.
 
-Each form can be compiled as one program on one device (`whole`), and as a chain of programs for the
-stages of a pipeline (`jinfer.parallel.pipeline`). So a step is written once, for one device and for
-several.
+Each form can be compiled as one program on one device (`on_one_device`), and as a chain of programs
+for the stages of a pipeline (`jinfer.parallel.pipeline`). So a step is written once, for one device
+and for several.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StateStep:
     slots: int
     returns: bool = False
 
-    def whole(self, inputs: Any) -> StepFunction:
+    def on_one_device(self, inputs: Any) -> StepFunction:
         """The step on one device."""
         return StepFunction(self.function, 0, (inputs.state, *self.arguments))
 
@@ -81,7 +81,7 @@ class CacheStep:
     reads: bool = False
     rows: int | None = None
 
-    def whole(self, inputs: Any) -> StepFunction:
+    def on_one_device(self, inputs: Any) -> StepFunction:
         """The step on one device."""
         model: AbstractModel = inputs.model
 
@@ -105,7 +105,7 @@ class TapStep:
 
     arguments: Outputs
 
-    def whole(self, inputs: Any) -> StepFunction:
+    def on_one_device(self, inputs: Any) -> StepFunction:
         """The step on one device."""
         return StepFunction(gather_taps, (), (inputs.hidden_taps(inputs.cache), *self.arguments))
 
@@ -122,7 +122,7 @@ class EncoderStep:
     arguments: Outputs
     want: Want | None
 
-    def whole(self, inputs: Any) -> StepFunction:
+    def on_one_device(self, inputs: Any) -> StepFunction:
         """The step on one device."""
         if self.want is None:
             function, cache = inputs.with_leaves(fill_cross_attention), inputs.cache
@@ -164,7 +164,7 @@ class ForwardStep:
     captures: bool = False
     loops: Callable[..., Any] | None = None
 
-    def whole(self, inputs: Any) -> StepFunction:
+    def on_one_device(self, inputs: Any) -> StepFunction:
         """The step on one device."""
         own = (inputs.leaves, inputs.cache, *([] if self.begin is None else [inputs.state]))
         donated = (1, 2) if self.samples else 1
