@@ -9,7 +9,7 @@ from pathlib import Path
 def find_version(package: Path) -> str:
     """The version of the package in a folder: the checkout's, else the installed one.
 
-    A checkout comes first, because another version may be installed beside it.
+    A checkout comes first, because another version may be installed too.
     """
     try:
         project = tomllib.loads((package.parent / "pyproject.toml").read_text("utf-8"))["project"]

@@ -36,7 +36,7 @@ class CheckPart:
     """A process of the check and its limits.
 
     Attributes:
-        command: after `python -m`; "{json}" stands for its output file, "{folder}" for a folder
+        command: after `python -m`; "{json}" is replaced by its output file, "{folder}" for a folder
             shared by all parts.
         seconds: time limit.
         memory: MiB of device memory that XLA may use; 0: all.

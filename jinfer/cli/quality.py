@@ -2,7 +2,7 @@
 
 For each quantization: bits per weight, error of the weights, perplexity of a text, and distance
 from the source in float32 (Kullback-Leibler divergence, and how often the most likely token is the
-same). Beside them the same for llama.cpp's types, made from the same GGUF file, if a Python with
+same). In addition, the same for llama.cpp's types, made from the same GGUF file, if a Python with
 llama-cpp-python is given.
 """
 

@@ -37,8 +37,8 @@ class Hardware:
         call: seconds to launch a stage's program.
         host: the link to host memory.
         together: bandwidth of all devices together, where they share a memory.
-        apart: seconds of a step beside reading and multiplying, which devices of a stage do not
-            divide among themselves.
+        apart: seconds of a step in addition to reading and multiplying, which tensor parallelism
+            does not reduce.
     """
 
     memory: float
@@ -199,7 +199,7 @@ def estimate_with_offload(
     """Seconds of a decode step with offload to the host, given by keys of `[partition]`.
 
     Args:
-        layout: stages, and devices of each, beside the host.
+        layout: stages, and devices of each, without the host.
         context: tokens in the cache.
     """
     pipe, tensor = layout

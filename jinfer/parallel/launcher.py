@@ -1,6 +1,6 @@
 """Launcher: launches each pipeline stage's programs from a thread of its own, on CPUs.
 
-XLA:CPU runs the programs that one thread launches one after the other, whatever their devices. So
+XLA:CPU runs the programs that one thread launches one after the other, on any devices. So
 on CPUs each stage, and each micro-batch's sampling, has its own launching thread, else stages
 would not overlap. Other devices have queues of their own, and need no threads.
 """

@@ -12,7 +12,7 @@ from jinfer.parallel.sharding_rules import ModelSlice, stage_spec
 
 
 def model_bytes(spec: ModelSpec, model: AbstractModel) -> ModelBytes:
-    """The bytes of a model's layers, and of what stands before and after them.
+    """The bytes of a model's layers, and of the modules before and after them.
 
     Args:
         model: the model, with its parameters as they will be stored.

@@ -21,8 +21,8 @@ class ModelBytes:
 
     Attributes:
         layers: bytes of each layer of each stack.
-        before: bytes that the first stage has beside its layers, such as the embedding's.
-        after: bytes that the last stage has beside its layers, such as the head's.
+        before: bytes that the first stage has in addition to its layers, such as the embedding's.
+        after: bytes that the last stage has in addition to its layers, such as the head's.
     """
 
     layers: Mapping[str, Sequence[int]]
@@ -79,7 +79,7 @@ def make_partition_plan(
     """The plan that `[partition]` asks for.
 
     Args:
-        devices: how many devices there are, beside the host.
+        devices: how many devices there are, without the host.
         slots: sequences that run at a time (`engine.slots`).
         path: the specification's file, for errors.
         automatic: chooses the groups of devices for "auto".
@@ -153,7 +153,7 @@ def _layer_counts(
     added = bool(host or spec.host_embeddings)
     if spec.layers is not None:
         if added:
-            reason = f'beside a stage on the host that is added; write devices = "{CPU};..."'
+            reason = f'cannot be combined with an added stage on the host; write devices = "{CPU};..."'
             raise SpecError(path, "partition.layers", reason)
         if len(spec.layers) != stages or sum(spec.layers) != len(sizes):
             raise SpecError(
@@ -185,7 +185,7 @@ def balance_layers(
 
     Args:
         sizes: bytes of each layer.
-        before, after: bytes of the first and the last stage beside their layers.
+        before, after: bytes of the first and the last stage without their layers.
         minimum: the fewest layers of a stage.
     """
     count = len(sizes)

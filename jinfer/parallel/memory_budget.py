@@ -57,7 +57,7 @@ class StageMemory:
 
     @property
     def used(self) -> int:
-        """Bytes of a device's memory that are needed beside the KV cache."""
+        """Bytes of a device's memory that are needed in addition to the KV cache."""
         return self.weights + self.tables + self.prefetch_buffers
 
     def with_streamed(self, streamed: frozenset[int]) -> StageMemory:

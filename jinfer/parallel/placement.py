@@ -189,7 +189,7 @@ def stage_devices(plan: PartitionPlan, path: object) -> tuple[tuple[jax.Device, 
 
 
 def host_device(plan: PartitionPlan, path: object) -> jax.Device:
-    """The CPU device that stands for the host. Raises `SpecError` as `stage_devices`."""
+    """The CPU device that is used as the host. Raises `SpecError` as `stage_devices`."""
     named = {name for stage in plan.stages for name in stage.devices} - {CPU}
     used = {jax.devices()[int(name)] for name in named}
     # On a CPU-only machine with several virtual devices, prefer one that no stage has.

@@ -56,7 +56,7 @@ class TracedAttention:
 
 @dataclass(frozen=True)
 class _CacheStandIn:
-    """Stands for the cache of one attention while the layer's formula is traced.
+    """Replaces the cache of one attention while the layer's formula is traced.
 
     Attributes:
         partials: as of `before_attention`.

@@ -122,7 +122,7 @@ def _labels(group: str, matrices: Sequence[Matrix]) -> Iterator[str]:
 
 
 def _names(names: Sequence[str], cell: int, side: str) -> str:
-    """Names beside their cells, or of every so many where there is no room for all."""
+    """Names next to their cells, or of every so many where there is no room for all."""
     every = -(-_LINE // cell)
     shown = []
     for at in range(0, len(names), every):

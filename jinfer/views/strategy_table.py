@@ -59,7 +59,7 @@ class Answered:
     def figures(self) -> Mapping[str, float]:
         """Tokens, mean log-probability, shares of distinct tokens and of repeated 4-grams, speed.
 
-        The log-probability is that of the model, whatever the strategy made of it; nan: a search
+        The log-probability is that of the model, not as the strategy changed it; nan: a search
         gives none.
         """
         usage = self.completion.usage

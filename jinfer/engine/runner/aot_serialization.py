@@ -1,7 +1,7 @@
 """AOT serialization: compiled programs as bytes, and back, ready to run without a trace.
 
 JAX can do this too (`jax.experimental.serialize_executable`), but with pickle, which would run
-whatever code a file contains. Here XLA reads its own format, and the rest is JSON: shapes, types,
+any code that a file contains. Here XLA reads its own format, and the rest is JSON: shapes, types,
 and which arguments are used.
 
 What is read of JAX's objects changes from version to version. A program whose parts are not as

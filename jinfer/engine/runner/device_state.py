@@ -101,7 +101,7 @@ class SamplingRow:
         logprobs: whether log-probabilities are wanted.
         mask, masked: bitmask of the allowed tokens, and whether it applies.
         plain: whether the common sampling stages are enough.
-        extras: what it wants beside its stages.
+        extras: the outputs that it requests in addition to its stages.
         logprob_ids: tokens whose log-probabilities are wanted, then -1.
     """
 

@@ -1,7 +1,7 @@
 """Edit tables: which activations a step edits and captures, and the vectors that it is given.
 
 A program is compiled for the places alone. Vectors, the tokens that they are for and the requests
-that they are of come as tables beside the block tables; the sizes of these are padded, so that
+that they are of come as tables next to the block tables; the sizes of these are padded, so that
 another request at the same places finds the same program.
 """
 

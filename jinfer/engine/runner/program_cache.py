@@ -1,7 +1,7 @@
 """Program cache: compiled programs on disk, so that a second start compiles nothing.
 
 Two caches share a folder. The steps of an engine are written ready to run (`aot_serialization`);
-whatever else is compiled is in JAX's persistent compilation cache.
+all other programs are in JAX's persistent compilation cache.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class StepKey:
         masked: whether "verify" takes grammar masks.
         capture: names of the values that "trace" and "trace_encoder" return.
         blocks: length of the block tables of "trace"; 0: that of all tables.
-        extras: what some requests of "sample", "decode" and "verify" want beside their stages.
+        extras: outputs that requests of "sample", "decode" and "verify" need besides tokens.
         taps: what "logits", "decode", "verify" and "beam" edit and capture, and what "trace" edits;
             None: nothing.
     """
@@ -58,7 +58,7 @@ class StepKey:
 
     @property
     def sampling(self) -> tuple[Extra | str, ...]:
-        """The stages and what is wanted beside them."""
+        """The stages, then the extras."""
         return (*self.stages, *self.extras)
 
     @property

@@ -160,7 +160,7 @@ def open_gguf(path: Path) -> Checkpoint:
     error handler gives the file's bytes back. A split model has its first file's metadata.
 
     A tensor's `read` decodes block formats to float32 and leaves plain types as they are. Its `raw`
-    has multi-byte fields in little-endian order, whatever the file's order is.
+    has multi-byte fields in little-endian order, in files of either order.
 
     Raises:
         CheckpointError: the file, or another file of the split, cannot be used.
