@@ -153,7 +153,9 @@ def _layer_counts(
     added = bool(host or spec.host_embeddings)
     if spec.layers is not None:
         if added:
-            reason = f'cannot be combined with an added stage on the host; write devices = "{CPU};..."'
+            reason = (
+                f'cannot be combined with an added stage on the host; write devices = "{CPU};..."'
+            )
             raise SpecError(path, "partition.layers", reason)
         if len(spec.layers) != stages or sum(spec.layers) != len(sizes):
             raise SpecError(

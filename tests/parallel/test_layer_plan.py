@@ -128,7 +128,7 @@ def test_an_encoder_follows_its_decoder() -> None:
         ),
         ({"devices": "0", "layers": (4, 4)}, "partition.layers: [4, 4] are 8 layers of 2 stages"),
         ({"cpu_layers": 8}, "partition.cpu_layers: 2 stages are more than the decoder's 8 layers"),
-        ({"cpu_layers": 1, "layers": (1, 7)}, "partition.layers: beside a stage on the host"),
+        ({"cpu_layers": 1, "layers": (1, 7)}, "partition.layers: cannot be combined"),
         ({"host_embeddings": True, "devices": "cpu;0"}, "partition.host_embeddings: devices has"),
         ({"cpu_layers": 1, "devices": "cpu;0"}, "devices has a stage on the host already"),
         ({"devices": "0", "lanes": 9}, "partition.lanes: 9 is more than engine.slots = 8"),
