@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
 
 
 class KeptResult:
@@ -324,19 +327,32 @@ def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
 
 @cache
 def _adder(devices: tuple[jax.Device, ...]) -> Callable[[list[Array]], list[Array]]:
-    """A function that adds up rows, of which only one is not zero: to the bit."""
+    """A function that adds up rows, of which only one is not zero: to the bit; one all-reduce."""
     everywhere = NamedSharding(_mesh(devices), PartitionSpec())
-    return jax.jit(partial(jax.tree.map, _sum), out_shardings=everywhere)
+
+    def add(rows: list[Array]) -> list[Array]:
+        packed = jnp.concatenate([_bytes(each) for each in rows], axis=1)
+        total, begin, moved = packed.sum(0, dtype=jnp.uint8), 0, list[Array]()
+        for each in rows:
+            size = each[0].size * each.dtype.itemsize
+            moved.append(_from_bytes(total[begin : begin + size], each.shape[1:], each.dtype))
+            begin += size
+        return moved
+
+    return jax.jit(add, out_shardings=everywhere)
 
 
-def _sum(rows: Array) -> Array:
+def _bytes(rows: Array) -> UInt8[Array, "devices bytes"]:
     if rows.dtype == jnp.bool_:
-        return rows.any(axis=0)
-    if jnp.issubdtype(rows.dtype, jnp.integer):
-        return rows.sum(0, dtype=rows.dtype)
-    bits = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-    total = lax.bitcast_convert_type(rows, bits).sum(0, dtype=bits)
-    return lax.bitcast_convert_type(total, rows.dtype)
+        rows = rows.astype(jnp.uint8)
+    return lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
+
+
+def _from_bytes(content: UInt8[Array, " bytes"], shape: tuple[int, ...], dtype: Any) -> Array:
+    if dtype == jnp.bool_:
+        return content.reshape(shape).astype(dtype)
+    parts = (dtype.itemsize,) if dtype.itemsize > 1 else ()
+    return lax.bitcast_convert_type(content.reshape(*shape, *parts), dtype)
 
 
 def _replica_on(leaf: Array, device: jax.Device) -> Array:
