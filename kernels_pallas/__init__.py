@@ -2,8 +2,8 @@
 
 Raw arrays in, raw arrays out; imports only jax and numpy. `matmul` and `grouped_quantized_matmul`
 multiply by quantized matrices as stored, `attend` reads a plain or quantized KV cache through block
-tables. Each takes `backend`: the Triton-style kernels, Mosaic GPU, or plain XLA; and `interpret`,
-which runs a kernel without a GPU.
+tables. Each takes `backend`: the Triton-style kernels, or plain XLA; and `interpret`, which runs a
+kernel without a GPU.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.triton_ops import Backend
 
-# Known; the argument `backend` selects another.
+# Known: XLA computes everything once JAX drops it.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [

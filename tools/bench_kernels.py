@@ -213,11 +213,9 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
                 )
     print("cache  attention over 16,384: decoding, tokens of a prompt, µs, GB/s, of copy")
     result["attention"] = []
-    # XLA would gather all keys of every token; of the kinds Mosaic's kernel takes two.
-    attention: Backend = "mosaic" if backend == "mosaic" else "triton"
-    caches = [kind for kind in caches if attention == "triton" or kind in ("bf16", "f16")]
+    # Not in XLA, which would gather all keys of every token.
     for kind, (decoding, prompt) in itertools.product(caches, ATTENTION_BATCHES):
-        took, size = time_attention(kind, 1 << 14, decoding, prompt, attention)
+        took, size = time_attention(kind, 1 << 14, decoding, prompt)
         row = {"cache": kind, "decoding": decoding, "prompt": prompt}
         result["attention"].append({**row, "seconds": took, "bytes": size})
         print(
@@ -240,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
+    parser.add_argument("--backend", choices=["triton", "xla"], default="triton")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))
     return parser
 

@@ -9,7 +9,6 @@ its own program. So results are batch-invariant to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -115,14 +114,9 @@ def plan_launches(
     keys: PackedKV,
     values: PackedKV | None,
     least: int,
-    form: Callable[..., Tile] = tile,
 ) -> list[KernelLaunch]:
-    """Returns the kernel calls: one for short runs, and one for long runs if they fit the batch.
-
-    Args:
-        form: gives the tiles of a kind of kernel.
-    """
-    few, many = (form(keys, values, many=each) for each in (False, True))
+    """Returns the kernel calls: one for short runs, and one for long runs if they fit the batch."""
+    few, many = (tile(keys, values, many=many) for many in (False, True))
     small, large = (max(1, each.rows // shape.group) for each in (few, many))
     # A run is cut where the split size changes; at least this many tokens apart.
     cut = min(shape.tokens, 2 * shape.rows + shape.tokens // (SPLITS * _LEAST_SPAN // 2))

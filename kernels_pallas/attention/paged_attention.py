@@ -5,15 +5,12 @@ Block tables name each sequence's blocks; only those a query sees are read.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from kernels_pallas.attention import grid as pieces
-from kernels_pallas.attention import mosaic, tiles
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
 from kernels_pallas.attention.triton import (
@@ -49,24 +46,16 @@ def attend(
     Args:
         values: None: the keys are the values too (MLA).
         backend: "xla" gathers and dequantizes everything in the block tables; so does "triton" for
-            widths that tensor cores do not take (`PackedKV.tiled`), and "mosaic" except for plain
-            16-bit keys and values (`mosaic.kernel_supports`) without `by_distance`.
+            widths that tensor cores do not take (`PackedKV.tiled`).
     """
     queries = _checked(queries, keys)
-    if not kernel_supports(keys, values, backend, by_distance=scores.by_distance is not None):
+    if not kernel_supports(keys, values, backend):
         return _attend_xla(q, keys, values, queries, scores)
-    if backend == "triton":
-        return _triton(q, keys, values, queries, scores, interpret)[0]
-    found = _mosaic(q, keys, values, queries, scores, interpret)
-    return _normalized(found, scores.sinks).astype(q.dtype)
+    return _triton(q, keys, values, queries, scores, interpret)[0]
 
 
-def kernel_supports(
-    keys: PackedKV, values: PackedKV | None, backend: Backend, *, by_distance: bool
-) -> bool:
-    """Whether a back end's kernel supports these keys and values (and `by_distance`)."""
-    if backend == "mosaic":
-        return not by_distance and mosaic.mosaic_supports(keys, values)
+def kernel_supports(keys: PackedKV, values: PackedKV | None, backend: Backend) -> bool:
+    """Whether a back end's kernel supports these keys and values."""
     return backend == "triton" and keys.tiled and (values is None or values.tiled)
 
 
@@ -77,7 +66,6 @@ def attend_partial(
     queries: QueryBatch,
     scores: ScoreModifiers,
     *,
-    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Computes attention over the blocks in this pool by a kernel; table entries may be -1.
@@ -85,43 +73,14 @@ def attend_partial(
     Args:
         keys, values: of a supported width.
         scores: without sinks.
-        backend: "triton" or "mosaic".
 
     Returns:
         Float32: weighted sums of values [tokens, heads, value_dim], not normalized; per query
             [tokens, heads] the maximum score, -inf if it saw no key, and the sum of weights.
     """
     queries = _checked(queries, keys)
-    if backend == "mosaic":
-        found = _mosaic(q, keys, values, queries, scores, interpret)
-        out, highest, total = found._replace(highest=found.highest * np.float32(math.log(2)))
-    else:
-        out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
+    out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
     return out, jnp.where(total == 0, -jnp.inf, highest), total
-
-
-def _mosaic(
-    q: Array,
-    keys: PackedKV,
-    values: PackedKV | None,
-    queries: QueryBatch,
-    scores: ScoreModifiers,
-    interpret: bool,
-) -> tiles.TokenSoftmax:
-    factors, q = _factored(q, keys.tile_type)
-    operands = (q, factors, keys, values, queries, scores)
-    return tiles.softmax(*operands, interpret=interpret)
-
-
-def _normalized(found: tiles.TokenSoftmax, sinks: Array | None) -> Array:
-    """Normalizes values; sinks take part in the sum; zeros if no key was seen."""
-    outs, highest, total = found
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
-        maximum = jnp.maximum(highest, sinks)
-        outs = outs * jnp.exp2(highest - maximum)[..., None]
-        total = total * jnp.exp2(highest - maximum) + jnp.exp2(sinks - maximum)
-    return outs / jnp.where(total == 0, 1, total)[..., None]
 
 
 def _checked(queries: QueryBatch, keys: PackedKV) -> QueryBatch:

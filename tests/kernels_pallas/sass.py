@@ -172,8 +172,6 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx|llvm"
     # With dumps, LLVM looks its own calls up for each of Triton's remarks: ten seconds a product.
     os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
-    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -97,16 +97,6 @@ def test_every_format_of_gguf(name: str) -> None:
         assert_near(y, x, values[1])
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_mosaic(format: QuantFormat) -> None:
-    matrix, values = random_matrix(format, (2, 1000, 3000))
-    for rows in (1, 17, 64, 300):
-        x = random_rows(rows, 3000)
-        index = on_device([1], jnp.int32)
-        (y,) = run(on_device(x), [matrix], index=index, backend="mosaic")
-        assert_near(y, x, values[1])
-
-
 @pytest.mark.parametrize("outputs", [(20, 70, 300), (4096, 1024, 1024)])
 def test_several(outputs: tuple[int, ...]) -> None:
     formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
@@ -135,14 +125,13 @@ def test_gate_and_up(outputs: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 80, 1200])
-@pytest.mark.parametrize("backend", ["triton", "mosaic"])
 @pytest.mark.parametrize("block", [32, 128])
-def test_experts(rows: int, backend: str, block: int) -> None:
+def test_experts(rows: int, block: int) -> None:
     matrix, values = random_matrix(QuantFormat("4", block), (8, 504, 1024))
     x = random_rows(rows, 1024)
     experts = np.sort(np.random.default_rng(2).integers(0, 8, rows))
     offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
-    (y,) = run_experts(on_device(x), on_device(offsets), [matrix], backend=backend)
+    (y,) = run_experts(on_device(x), on_device(offsets), [matrix])
     for row, expert in enumerate(experts):
         assert_near(y[row : row + 1], x[row : row + 1], values[expert])
 
@@ -199,18 +188,6 @@ def test_results_are_batch_invariant(kind: str, runs: Any, heads: tuple[int, int
     """By tiles of other sizes, in programs of one split or of all."""
     case = Case((kind, kind), runs, dims=(128, 128), heads=heads, rows=4, **LONG)
     case.check_alone(interpret=False, every=37)
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("runs", [DECODING, SEVERAL, PROMPTS], ids=["one", "several", "prompts"])
-def test_mosaic_attention(kind: str, dim: int, runs: Any) -> None:
-    shape: dict[str, Any] = {"dims": (dim, dim), "heads": (8, 2), "rows": 4, **LONG}
-    Case((kind, kind), runs, **shape).check("mosaic", interpret=False)
-    changes: dict[str, Any] = {"softcap": 30.0, "slopes": True, "sinks": True, "window": 500}
-    case = Case((kind, kind), runs, **shape, **changes)
-    case.check("mosaic", interpret=False)
-    case.check_alone("mosaic", interpret=False, every=37)
 
 
 @pytest.mark.parametrize("kind", KINDS)

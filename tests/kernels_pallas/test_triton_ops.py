@@ -12,7 +12,7 @@ print(kernels.selected_backend())
 """
 
 
-def test_mosaic_kernels_are_taken_without_triton() -> None:
+def test_xla_is_the_back_end_without_triton() -> None:
     program = [sys.executable, "-W", "ignore", "-c", WITHOUT]
     out = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["mosaic"]
+    assert out.stdout.split() == ["xla"]

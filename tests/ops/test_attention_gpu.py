@@ -217,13 +217,5 @@ def test_choice_of_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", "1")
     assert route(q, even, even, rules) == "xla"
     monkeypatch.delenv("JINFER_NO_KERNELS")
-    monkeypatch.setenv("JINFER_KERNELS", "mosaic")
-    assert route(q, even, even, rules) == "gpu"
-    assert route(q, codes, None, rules) == "xla"
-    assert route(q, even, even, ScoreRules(1.0, by_distance=jnp.zeros((2, 8)))) == "xla"
-    monkeypatch.setenv("JINFER_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="no kernels 'cuda'; give triton or mosaic"):
-        route(q, even, even, rules)
-    monkeypatch.delenv("JINFER_KERNELS")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert route(q, even, even, rules) == "xla"

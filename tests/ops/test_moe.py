@@ -25,7 +25,6 @@ from jinfer.ops.moe import (
 )
 from jinfer.quant.quantize_matrix import quantize
 from tests.arrays import on_device
-from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
 
@@ -223,14 +222,6 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_all_chosen_experts_in_one_call_on_a_gpu(stored: str, kind: str, rows: int) -> None:
     check_on_gpu(stored, kind, rows)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("_on_gpu")
-def test_all_chosen_experts_by_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JINFER_KERNELS", "mosaic")
-    with jax.sharding.use_abstract_mesh(H200):
-        check_on_gpu("q4", "gated", 3)
 
 
 def check_on_gpu(stored: str, kind: str, rows: int) -> None:

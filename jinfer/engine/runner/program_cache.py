@@ -29,7 +29,7 @@ from jinfer.startup.source_files import content_of, files_below
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
 _TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "modelspec")
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS")
 _used: list[str] = []  # folders that were set here as JAX's, rather than by the user
 _log = logging.getLogger("jinfer")
 _NEVER = 1e9  # seconds

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from kernels_pallas.attention.kv_layout import PackedKV
 
 
-def kernel_supports(keys: KVPool, values: KVPool | None, rules: ScoreRules) -> bool:
+def kernel_supports(keys: KVPool, values: KVPool | None) -> bool:
     """Whether the kernels are enabled and support these keys and values."""
     if not disable_kernels.kernels_enabled("attention"):
         return False
     from kernels_pallas.attention.paged_attention import kernel_supports
 
     kept = _packed_kv(keys), None if values is None else _packed_kv(values)
-    return kernel_supports(
-        *kept, gpu_backend.selected_backend(), by_distance=rules.by_distance is not None
-    )
+    return kernel_supports(*kept, gpu_backend.selected_backend())
 
 
 def attend_gpu(
@@ -66,9 +64,7 @@ def attend_partial_gpu(
     from kernels_pallas.attention.paged_attention import attend_partial
 
     operands = _kernel_operands(q, keys, values, at, last, rules)
-    out, highest, total = attend_partial(
-        *operands, backend=gpu_backend.selected_backend(), interpret=interpreted()
-    )
+    out, highest, total = attend_partial(*operands, interpret=interpreted())
     return PartialAttention(out, jnp.stack([highest, total], axis=-1))
 
 

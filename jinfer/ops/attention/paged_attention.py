@@ -325,7 +325,7 @@ def _route(
     if rules.bias is not None:
         return "xla"
     if here == "gpu":
-        return "gpu" if kernel_supports(keys, values, rules) else "xla"
+        return "gpu" if kernel_supports(keys, values) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
     known = all(any(part.dtype == kind for kind in FLOAT_DTYPES.values()) for part in plain)
