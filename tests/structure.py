@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"disk_cache", "html", "progress", "startup"},
+    {"disk_cache", "html", "progress", "quant_format", "startup"},
     KERNELS,
     {"sandbox", "matmul_precision", "version"},
     {"modelspec", "tokenizer"},
@@ -78,7 +78,7 @@ NAMES_IN_STRINGS = {
 MAX_LINES = 600
 LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
 
-MAX_FLOORS = 12
+MAX_FLOORS = 11
 MAX_FILES = 25  # modules in a folder of jinfer/server
 # Packages whose sub-folders import each other, and why.
 FOLDER_CIRCLES: dict[str, str] = {}

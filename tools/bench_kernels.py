@@ -28,9 +28,9 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.run_command import run
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas import (
     Backend,
     PackedKV,

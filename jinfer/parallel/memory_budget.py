@@ -13,9 +13,9 @@ from typing import Any
 from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks, fewest_blocks
 from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.modelspec.quant_format import Kind
 from jinfer.ops.attention.kv_cache import ENCODER, STATE, CacheShapes, nbytes
 from jinfer.parallel.stage_model import StageModel
+from jinfer.quant_format import Kind
 
 HOST = "host"  # the name of the host's memory
 

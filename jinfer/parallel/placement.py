@@ -20,7 +20,6 @@ from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.modelspec.quant_format import Kind
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
@@ -40,6 +39,7 @@ from jinfer.parallel.shard_sizes import ShardingError
 from jinfer.parallel.sharding_rules import ModelSlice, whole_model
 from jinfer.parallel.stage_model import StageModel, make_stage_model
 from jinfer.parallel.substages import split_stage, spread_evenly
+from jinfer.quant_format import Kind
 
 # Assumed speeds, of the order of current hardware: devices do not report theirs.
 _GPU_HARDWARE = Hardware(0, 1.5e12, 2e14, Interconnect(1e11, 1e-5), Interconnect(1e11, 1e-5), 2e-4)

@@ -30,7 +30,6 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.matmul_precision import matmul
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import (
     codes_of,
     dequantize,
@@ -41,6 +40,7 @@ from jinfer.quant.round_to_nearest import (
     to_fp16,
 )
 from jinfer.quant.scale_search import block_weights, dequantized, numbers
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

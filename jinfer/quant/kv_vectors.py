@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import PIECES, unpack_four
 from jinfer.quant.round_to_nearest import to_fp16
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float

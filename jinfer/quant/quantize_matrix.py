@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.f16_as_int import quantize_f16
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from jinfer.quant.round_to_nearest import (
@@ -17,6 +16,7 @@ from jinfer.quant.round_to_nearest import (
     split_into_blocks,
 )
 from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, to_sparse
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 
 _MOST = 8  # outliers per block
 _CHUNK = 1 << 20  # weights at a time

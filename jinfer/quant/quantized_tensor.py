@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import pack, unpack
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import (
     codes_of,
     largest_level,
@@ -26,6 +25,7 @@ from jinfer.quant.round_to_nearest import (
     split_into_blocks,
     to_fp16,
 )
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float

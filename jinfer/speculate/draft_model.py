@@ -18,9 +18,9 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE, Cache
+from jinfer.quant_format import Kind
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter

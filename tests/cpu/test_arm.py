@@ -16,8 +16,8 @@ import pytest
 
 from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
 from jinfer.cpu.matmul_call import Mode
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 from tests.cpu import test_build_library, test_quantized_matmul, test_wide
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -20,8 +20,8 @@ from jinfer.cpu.matmul_call import (
     fields_of,
     quantized_linear,
 )
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.fusion.weight_pointers import table
+from jinfer.quant_format import QuantFormat
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_quantized_matmul import coded, matrix

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
 from jinfer.cpu.matmul_call import Mode, QuantizedMatrix, quantized_linear, supports
-from jinfer.modelspec.quant_format import QuantFormat, Width, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
+from jinfer.quant_format import QuantFormat, Width, parse_format
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")

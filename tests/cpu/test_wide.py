@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 from tests.cpu.test_quantized_matmul import (
     activations,

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import quantize_vectors
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.attention.paged_attention import attend, attend_partial

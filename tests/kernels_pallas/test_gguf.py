@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from kernels_pallas.matmul import weight_layout
 from kernels_pallas.matmul.grouped import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul

@@ -13,10 +13,10 @@ import pytest
 from jax import Array
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
+from jinfer.quant_format import FLOAT_DTYPES, QuantFormat, Width
 from jinfer.sampling.truncation import top_mass
 from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,
@@ -24,7 +24,7 @@ from tests.kernels_pallas.targets import (
     whole,
 )
 
-# Every width with one kind of blocks; some of the kinds of caches, which differ in their codes only.
+# Every width with one kind of blocks, and some kinds of caches, which differ in their codes alone.
 BLOCKS = [(32, False), (128, True)]
 OF_GGUF = ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
 SOME = [

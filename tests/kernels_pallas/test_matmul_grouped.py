@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, QuantFormat
+from jinfer.quant_format import FLOAT_DTYPES, QuantFormat
 from kernels_pallas.matmul.grouped import (
     expert_tiles,
     grouped_dense_matmul,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from kernels_pallas.matmul.prologue import (
     Compute,
     PrologueOperand,

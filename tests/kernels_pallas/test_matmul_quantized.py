@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant import bit_packing
+from jinfer.quant_format import QuantFormat, Width
 from kernels_pallas.matmul import unpack, weight_layout
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import KERNEL_ROWS, dequantize, matmul, matmul_partials

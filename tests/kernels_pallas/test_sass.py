@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import FORMATS
+from jinfer.quant_format import FORMATS
 from tests.kernels_pallas.sass import instructions, name_of, tools
 from tests.kernels_pallas.targets import compiled_targets
 

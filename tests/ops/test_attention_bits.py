@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import FORMATS
 from jinfer.ops.attention.kv_cache import AttentionMetadata, CacheShape, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_text, extend
+from jinfer.quant_format import FORMATS
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (

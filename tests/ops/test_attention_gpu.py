@@ -10,7 +10,6 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention import paged_attention
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
@@ -24,6 +23,7 @@ from jinfer.ops.attention.paged_attention import attend, attend_text, extend
 from jinfer.ops.attention.xla import extend_xla
 from jinfer.ops.backend import target_platform
 from jinfer.quant.kv_vectors import zero_vectors
+from jinfer.quant_format import FORMATS, parse_cache_dtype
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of

@@ -13,7 +13,6 @@ from numpy.testing import assert_allclose
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import ISAS
-from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,
     CacheShape,
@@ -24,6 +23,7 @@ from jinfer.ops.attention.kv_cache import (
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_reference, extend
 from jinfer.ops.attention.xla import attend_xla, extend_xla
+from jinfer.quant_format import FORMATS, parse_cache_dtype
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (

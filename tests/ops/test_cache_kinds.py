@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     AttentionMetadata,
@@ -24,6 +23,7 @@ from jinfer.ops.attention.kv_cache import (
 )
 from jinfer.quant.bit_packing import unpack
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors, zero_vectors
+from jinfer.quant_format import FORMATS, QuantFormat, parse_cache_dtype
 from tests.arrays import on_device
 from tests.reference.numpy_cache import kept
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import hadamard
 from jinfer.ops.fusion.fuse_cpu import fuse_operations, fuses_for_cpu
@@ -22,6 +21,7 @@ from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
+from jinfer.quant_format import QuantFormat
 from tests.arrays import on_device
 from tests.cpu.test_quantized_matmul import matrix
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.paged_attention import write_kv
 from jinfer.ops.backend import target_platform
@@ -22,6 +21,7 @@ from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantize_matrix import quantize
+from jinfer.quant_format import QuantFormat, Width
 from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import Tiling
 from kernels_pallas.matmul.weight_layout import PackedMatrix

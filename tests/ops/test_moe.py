@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, parse_format
 from jinfer.ops import moe
 from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul.lora import Stacks, sorted_by_slot
@@ -24,6 +23,7 @@ from jinfer.ops.moe import (
     mixture_of_experts,
 )
 from jinfer.quant.quantize_matrix import quantize
+from jinfer.quant_format import FLOAT_DTYPES, parse_format
 from tests.arrays import on_device
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.modelspec.quant_format import parse_cache_dtype
 from jinfer.ops.attention import sparse
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,
@@ -21,6 +20,7 @@ from jinfer.ops.attention.kv_cache import (
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend
 from jinfer.ops.attention.sparse import IndexQuery, extend_sparse
+from jinfer.quant_format import parse_cache_dtype
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats, chosen_keys
 

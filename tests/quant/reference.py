@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.gptq import DAMPING, ROUNDS, _start, _without, damped_hessian, factor_hessian
 from jinfer.quant.round_to_nearest import dequantize, nearest_codes, split_into_blocks
 from jinfer.quant.scale_search import block_weights, numbers
+from jinfer.quant_format import QuantFormat
 
 
 def quantize_gptq_reference(

@@ -13,10 +13,10 @@ from jinfer.cpu import build_library, repack_gguf
 from jinfer.loader.checkpoint import Tensor
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.gguf_blocks import repacked_format, repacked_tensor
-from jinfer.modelspec.quant_format import F16_AS_INT, FORMATS
 from jinfer.quant import QuantizedTensor, f16_as_int
 from jinfer.quant.f16_as_int import quantize_f16
 from jinfer.quant.quantized_tensor import from_codes, to_codes
+from jinfer.quant_format import F16_AS_INT, FORMATS
 
 
 def stored(values: np.ndarray, name: str = "F16") -> Tensor:

@@ -29,9 +29,9 @@ from jinfer.loader.weights.tensor_mapping import (
     unused,
 )
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.quant_format import FORMATS, QuantFormat
 
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 

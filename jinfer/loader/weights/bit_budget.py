@@ -29,7 +29,6 @@ from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.read_parameter import read_values, values_to_quantize
 from jinfer.loader.weights.storage_plan import budgeted, candidates, choose, matrices, stored_size
 from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.progress import Task, task
@@ -37,6 +36,7 @@ from jinfer.quant.calibration_stats import InputStats, RecordedWeight, record_in
 from jinfer.quant.gptq import DAMPING, factor_hessian
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import split_into_blocks
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -31,10 +31,10 @@ from jinfer.cpu import repack_gguf
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.ggml_types import BLOCKS, q3_k_scales, six_bit_numbers
 from jinfer.loader.checkpoint.mapped_file import release
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, Width
 from jinfer.quant import f16_as_int
 from jinfer.quant.bit_packing import pack_fours
 from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty_tensor, fill_rows
+from jinfer.quant_format import F16_AS_INT, QuantFormat, Width
 
 if TYPE_CHECKING:
     from jaxtyping import Int, UInt8

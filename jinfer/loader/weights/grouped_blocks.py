@@ -27,10 +27,10 @@ import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import SUPER, QuantizedTensor, empty_tensor, from_codes
 from jinfer.quant.reordered_tensor import ReorderedTensor
 from jinfer.quant.scaled_tensor import block_of
+from jinfer.quant_format import QuantFormat, Width
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float16, Int, Int8

@@ -9,9 +9,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import QuantFormat, parse_format
 from jinfer.modelspec.quantization_table import QuantizationSpec, Role, default_format
 from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.quant_format import QuantFormat, parse_format
 
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel

@@ -15,7 +15,6 @@ from jinfer.loader.checkpoint.orbax import OrbaxCheckpoint, restored_tensors
 from jinfer.loader.weights.storage_plan import columns_here, in_stored_types
 from jinfer.loader.weights.tensor_mapping import LoadError, Origin, Shapes
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import FORMATS
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
@@ -25,6 +24,7 @@ from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled, block_of
 from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
+from jinfer.quant_format import FORMATS
 
 # Keys of `[quantization]` that no stored number depends on.
 _FREE = ("activations", "kv_cache")

@@ -23,7 +23,6 @@ from jinfer.loader.weights.grouped_blocks import (
 )
 from jinfer.loader.weights.tensor_mapping import Origin, Shapes
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, parse_format
 from jinfer.modelspec.quantization_table import (
     AUTO,
     PLAIN,
@@ -47,6 +46,7 @@ from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, co
 from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.scaled_tensor import abstract_scaled
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
+from jinfer.quant_format import F16_AS_INT, QuantFormat, parse_format
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike

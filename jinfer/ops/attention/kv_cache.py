@@ -16,10 +16,10 @@ from jax import Array, lax
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import own_isa
-from jinfer.modelspec.quant_format import Kind, QuantFormat
 from jinfer.ops.backend import backend
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
+from jinfer.quant_format import Kind, QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -22,7 +22,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.cpu import attention_call as custom
-from jinfer.modelspec.quant_format import FLOAT_DTYPES
 from jinfer.ops import gpu_backend
 from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
@@ -38,6 +37,7 @@ from jinfer.ops.attention.xla import (
 )
 from jinfer.ops.backend import backend
 from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.quant_format import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -11,7 +11,7 @@ from jinfer.loader.checkpoint import Checkpoint, CheckpointError, open_checkpoin
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
 from jinfer.loader.weights.grouped_blocks import grouped_format, grouped_tensor
-from jinfer.modelspec.quant_format import parse_format
+from jinfer.quant_format import parse_format
 
 from .quantized_cases import CASES, Case
 

@@ -17,10 +17,10 @@ from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.read_weights import read
 from jinfer.loader.weights.storage_plan import stored_types, with_types
 from jinfer.loader.weights.tensor_mapping import find_origins
-from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.ops.matmul import dense as storing
 from jinfer.quant import QuantizedTensor
+from jinfer.quant_format import F16_AS_INT
 from tests.cpu.helpers import BF16
 from tests.loader.weights import loading
 from tests.loader.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
