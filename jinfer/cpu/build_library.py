@@ -41,7 +41,7 @@ from jinfer.cpu.cores import max_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
-from jinfer.startup.source_files import files_below
+from jinfer.disk_cache import files_below
 
 # Instruction set to compile kernels for; None: all.
 type BuildTarget = Isa | Literal["tested"] | None

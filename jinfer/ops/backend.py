@@ -13,7 +13,7 @@ import jax
 from jinfer.cpu import build_library
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.sandbox.process_limits import check_process_limits
-from jinfer.startup.thread_priority import at_usual_priority
+from jinfer.startup import at_usual_priority
 
 # A target in addition to JAX's platforms: XLA's operations on any of them, all differentiable.
 DIFFERENTIABLE = "differentiable"

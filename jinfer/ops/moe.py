@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import moe_call as cpu
-from jinfer.cpu.moe_call import Sorted
+from jinfer.cpu import matmul_call as cpu
 from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls, needs_derivatives
@@ -101,7 +100,7 @@ def _sparsemixer(
     return jnp.stack(chosen, axis=1), jnp.stack(weights, axis=1)
 
 
-def adapters_of_pairs(rows: RowAdapters, order: Sorted, experts: int) -> RowAdapters:
+def adapters_of_pairs(rows: RowAdapters, order: cpu.Sorted, experts: int) -> RowAdapters:
     """Returns the adapters of sorted pairs: a slot for each expert of each adapter."""
     slots = rows.slots[order.row_of]
     own = (slots - 1) * experts + order.expert_of + 1
@@ -358,7 +357,7 @@ def _blockwise(
 
 
 class _ExpertBlocks:
-    """Sorted pairs of row and expert, in blocks of at most `size` of one expert."""
+    """cpu.Sorted pairs of row and expert, in blocks of at most `size` of one expert."""
 
     def __init__(self, offsets: Int[Array, " experts_1"], size: int) -> None:
         self.size, self.begin, self.end = size, offsets[:-1], offsets[1:]

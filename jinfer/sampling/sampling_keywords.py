@@ -11,8 +11,8 @@ from typing import Any, Literal, TypedDict
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_field import ALIASES
 from jinfer.sampling.param_types import Processor
+from jinfer.sampling.samplers import Strategy
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams, canonical_names
-from jinfer.sampling.strategies import Strategy
 
 
 class SamplingKeywords(TypedDict, total=False):

@@ -22,8 +22,7 @@ from jinfer.sampling import param_types as types
 from jinfer.sampling.param_field import ALIASES, by_name, param, parameters
 from jinfer.sampling.param_types import MAX_BIASED
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.samplers import FILTERS
-from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
+from jinfer.sampling.samplers import DEFAULTS, DETERMINISTIC, FILTERS, STRATEGIES, Strategy
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3

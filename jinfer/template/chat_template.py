@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.sandbox.download_check import read_downloaded
-from jinfer.sandbox.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_downloaded
 from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.template.template_errors import MAX_CHARACTERS, TemplateError
 

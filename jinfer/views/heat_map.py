@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.html.png_image import data_uri, matrix_png
+from jinfer.html.html_page import data_uri, matrix_png
 from jinfer.html.token_text import visible
 from jinfer.views.view import Drawn
 

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jinfer.html.png_image import matrix_png
+from jinfer.html.html_page import matrix_png
 from jinfer.html.token_text import byte_text, clipped, columns_of, flowing, visible
 
 

@@ -10,9 +10,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.sampling.contrastive_score import candidates, contrastive_choice
+from jinfer.sampling.samplers import PAPERS_FSD
 from jinfer.sampling.sampling_metadata import allowed_mask
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.strategies import PAPERS_FSD
 from tests.arrays import on_device
 from tests.reference import numpy_samplers as numpy
 from tests.reference.numpy_sampling import Floats, probabilities

@@ -16,11 +16,11 @@ from jinfer.html.html_page import page
 from jinfer.views.activation_outliers import largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives
 from jinfer.views.attention_maps import head_scores
+from jinfer.views.cell_grid import grid
 from jinfer.views.logit_attribution import Attribution, draw_attribution
 from jinfer.views.logit_lens import Lens, draw_lens
 from jinfer.views.memory_use import MemoryUse, draw_memory
 from jinfer.views.token_likelihoods import draw_tokens
-from jinfer.views.value_grid import grid
 from jinfer.views.view_table import VIEWS, keywords
 from jinfer.views.weight_errors import percent, relative_error
 from tests.views.made_up import SCRIPT, nat, views

@@ -10,7 +10,7 @@ import pytest
 
 from jinfer import LLM, RequestError, views
 from jinfer.views.lm_head import frozen_head, likeliest_tokens
-from jinfer.views.residual_parts import attribute
+from jinfer.views.logit_attribution import attribute
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11]

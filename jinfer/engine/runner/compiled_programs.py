@@ -38,8 +38,8 @@ from jinfer.ops.cpu_library import cores
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
 from jinfer.quant_format import Kind
+from jinfer.sampling.logits_processors import has_function
 from jinfer.sampling.sampling_metadata import mask_words
-from jinfer.sampling.step_extras import has_function
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_forms import Step, StepFunction

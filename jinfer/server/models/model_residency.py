@@ -19,7 +19,7 @@ from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_loading import Opened, open_beside, open_llm, warm_up_constraints
 from jinfer.server.models.served_model import ServedModel
-from jinfer.startup.thread_priority import lower_priority
+from jinfer.startup import lower_priority
 
 _log = logging.getLogger("jinfer.server")
 _LEAVING = 0.1  # seconds between two checks whether a model is unloaded
