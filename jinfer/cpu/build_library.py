@@ -140,7 +140,7 @@ def library_path(every: bool = False) -> Path:
 def _cached(every: bool = False) -> Path | None:
     only = _target(every)
     keys = [key()] if only is None else [key(), key(only)]
-    paths = (path for each in keys if (path := cache.find(each)) is not None)
+    paths = (path for key in keys if (path := cache.find(key)) is not None)
     return next(paths, None) or prebuilt.find(own_key())
 
 

@@ -211,7 +211,7 @@ def add_lora(
     """
     shapes = [jax.ShapeDtypeStruct(y.shape, np.float32) for y in ys]
     in_place = {1 + i: i for i in range(len(ys))}
-    second = [one for pair in zip(b, factors, strict=True) for one in pair if one is not None]
+    second = [part for pair in zip(b, factors, strict=True) for part in pair if part is not None]
     call = custom_call("jinfer_lora", shapes, aliases=in_place)
     return tuple(call(x, *ys, slots, scales, order, *a, *second))
 

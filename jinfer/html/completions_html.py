@@ -38,8 +38,8 @@ def token_spans(tokens: Iterable[Likely], *, first: bool = True) -> str:
 def alternatives(token: Likely) -> Iterator[str]:
     """Lines of a token and the likeliest others: probability, text, id."""
     others = [other for other in token.top if other.id != token.id]
-    for each in (token, *others):
-        yield f"{probability(each.logprob):6.1%}  {visible(each.text, _COLUMNS) or '[]'}  {each.id}"
+    for item in (token, *others):
+        yield f"{probability(item.logprob):6.1%}  {visible(item.text, _COLUMNS) or '[]'}  {item.id}"
 
 
 def probability(logprob: float) -> float:

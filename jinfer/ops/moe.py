@@ -126,7 +126,7 @@ def add_expert_lora(
             factors [slots, experts, 2, rank].
         at: `adapters_of_pairs`.
     """
-    flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), stacks)
+    flat = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stacks)
     return add_lora([y], x, [flat], at)[0]
 
 
@@ -178,11 +178,15 @@ def mixture_of_experts(
         adapters: the rows' LoRA adapters, if any.
     """
     rows, top_k = chosen.shape
-    projections = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
+    projections = [
+        projection
+        for projection in (experts.gate, experts.up, experts.down)
+        if projection is not None
+    ]
     count = experts.up.weight.shape[0]
     order = _sort_by_expert(chosen, count)
     at = None if adapters is None else adapters_of_pairs(adapters, order, count)
-    if all(supports_grouped(each.weight) for each in projections):
+    if all(supports_grouped(projection.weight) for projection in projections):
         out = _grouped_feed_forward(x, order, experts, at)
         if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(

@@ -114,7 +114,7 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
     # XLA's reductions on CPUs lose it, in arrays that are large enough to be computed in vectors.
     broken = jnp.isnan(blocks).any(axis=-1)
-    low, high = (jnp.where(broken, jnp.nan, each) for each in (low, high))
+    low, high = (jnp.where(broken, jnp.nan, extreme_value) for extreme_value in (low, high))
     if format.symmetric:
         extreme = jnp.where(high >= -low, high, low)
         scale = to_fp16(extreme / -format.zero, jnp)

@@ -161,7 +161,7 @@ def merged(
 def over_defaults(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """A request's values over defaults; a default `min_tokens` gives way to its `max_tokens`."""
     values = {**defaults, **request}
-    least, most = values.get("min_tokens"), request.get("max_tokens")
-    if "min_tokens" not in request and isinstance(least, int) and isinstance(most, int):
-        values["min_tokens"] = min(least, max(0, most))
+    least, max_tokens = values.get("min_tokens"), request.get("max_tokens")
+    if "min_tokens" not in request and isinstance(least, int) and isinstance(max_tokens, int):
+        values["min_tokens"] = min(least, max(0, max_tokens))
     return values

@@ -155,8 +155,8 @@ def empty_sampler_state(rows: int) -> SamplerState:
 
 
 def _repeated(row: Any, rows: int) -> Any:
-    each = (np.repeat(part, rows, axis=0) for part in row)
-    return type(row)(*(jax.device_put(part, may_alias=False) for part in each))
+    parts = (np.repeat(part, rows, axis=0) for part in row)
+    return type(row)(*(jax.device_put(part, may_alias=False) for part in parts))
 
 
 def mask_words(vocab: int) -> int:

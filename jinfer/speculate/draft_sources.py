@@ -104,7 +104,7 @@ def _check_tokens(opened: Opened, draft: Opened, source: str) -> None:
         raise SpecError(
             path, KEY, 'an encoder-decoder can only be drafted for by "ngram", "suffix"'
         )
-    sizes = [one.spec.dims["vocab"] for one in (opened, draft)]
+    sizes = [model.spec.dims["vocab"] for model in (opened, draft)]
     if (opened.tokenizer is None) != (draft.tokenizer is None):
         whose = source if draft.tokenizer is None else "the model"
         raise SpecError(path, KEY, f"{whose} has no tokenizer, so nobody knows if {source} fits")
@@ -123,9 +123,9 @@ def _check_tokens(opened: Opened, draft: Opened, source: str) -> None:
         )
 
 
-def _first_difference(one: Tokenizer, other: Tokenizer, count: int) -> int | None:
+def _first_difference(first: Tokenizer, other: Tokenizer, count: int) -> int | None:
     """The first token id that two tokenizers spell differently."""
-    return next((id for id in range(count) if one.token(id) != other.token(id)), None)
+    return next((id for id in range(count) if first.token(id) != other.token(id)), None)
 
 
 def layer_skipping(context: DraftContext) -> DraftModel:

@@ -425,4 +425,4 @@ def stripping_names(
 
 def _has(metadata: Mapping[str, Any], key: str) -> bool:
     keys = (key, OLD_KEYS.get(key, key))
-    return any(metadata.get(f"{_KEY}{each}_token_id") is not None for each in keys)
+    return any(metadata.get(f"{_KEY}{key}_token_id") is not None for key in keys)

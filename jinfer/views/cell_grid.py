@@ -115,16 +115,19 @@ def grid(
         raise RequestError(
             f"the values are {shape}, and there are {len(row_names)} × {len(column_names)} names"
         )
-    most = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
-    digits = max(0, min(6, 2 - math.floor(math.log10(most))))  # three of the greatest value
+    largest = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
+    digits = max(0, min(6, 2 - math.floor(math.log10(largest))))  # three of the greatest value
     heads = [clipped(_label(name), _HEAD) for name in column_names]
 
     def cell(row: str, column: str, value: float) -> Cell:
-        shade = value / most if np.isfinite(value) else 0.0
+        shade = value / largest if np.isfinite(value) else 0.0
         return Cell(f"{value:z.{digits}f}", f"{_label(row)}, {_label(column)}: {value:.6g}", shade)
 
     listed = [
-        (_label(row), [cell(row, *each) for each in zip(column_names, line.tolist(), strict=True)])
+        (
+            _label(row),
+            [cell(row, *place) for place in zip(column_names, line.tolist(), strict=True)],
+        )
         for row, line in zip(row_names, matrix, strict=True)
     ]
     texts = [cell.text for _, cells in listed for cell in cells]

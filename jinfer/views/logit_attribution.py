@@ -71,12 +71,12 @@ def draw_attribution(found: Attribution) -> View:
     everything = np.concatenate(
         [found.values.ravel(), found.heads.ravel(), found.layers, [found.embed, found.constant]]
     )
-    most = float(np.nanmax(np.abs(everything), initial=0)) or 1.0
+    largest = float(np.nanmax(np.abs(everything), initial=0)) or 1.0
 
     def cell(value: float, title: str) -> Cell | None:
         if np.isnan(value):
             return None
-        return Cell(f"{value:+z.2f}", f"{title}: {value:+.4f}", value / most)
+        return Cell(f"{value:+z.2f}", f"{title}: {value:+.4f}", value / largest)
 
     empty: list[Cell | None] = [None] * (heads + len(found.parts))
     rows: list[tuple[str, Sequence[Cell | None]]] = [
@@ -163,27 +163,31 @@ def attribute(
     at = position % len(ids)
     assert llm.spec.decoder is not None
     specs = llm.spec.decoder.layers
-    known = {one.name for one in llm.names()}
+    known = {value.name for value in llm.names()}
     names = ["embed", "logits"]
     for number, layer in enumerate(specs):
-        wanted = ["x"]
-        for one in layer.wiring.contributions:
-            wanted += [one.name, *one.modules, *(f"{module}.heads" for module in one.modules)]
-        names += [n for w in wanted if (n := f"decoder.{number}.{w}") in known]
+        leaves = ["x"]
+        for contribution in layer.wiring.contributions:
+            leaves += [
+                contribution.name,
+                *contribution.modules,
+                *(f"{module}.heads" for module in contribution.modules),
+            ]
+        names += [n for w in leaves if (n := f"decoder.{number}.{w}") in known]
     values = captured(llm, ids[: at + 1], list(dict.fromkeys(names)))
     here = {name: np.asarray(value[at], np.float32) for name, value in values.items()}
     final, logits = here[f"decoder.{layers - 1}.x"], here["logits"]
     token = _token(llm, answer, int(np.argmax(logits)))
     head = frozen_head(llm, final, token)
-    said, logit = f"{head.stage} of {_label(llm, token)}", float(logits[token])
+    title, logit = f"{head.stage} of {_label(llm, token)}", float(logits[token])
     if against is not None:
         other = _token(llm, against, token)
         less = frozen_head(llm, final, other)
         direction, constant = head.direction - less.direction, head.constant - less.constant
         head = FrozenHead(direction, constant, head.stage)
-        said += f" minus that of {_label(llm, other)}"
+        title += f" minus that of {_label(llm, other)}"
         logit -= float(logits[other])
-    said += f" after position {at} {_label(llm, ids[at])}"
+    title += f" after position {at} {_label(llm, ids[at])}"
     stream, parts = here["embed"], list[dict[str, float]]()
     heads = list[np.ndarray]()
     for number in track(range(layers), "attributing", unit="layer"):
@@ -192,13 +196,15 @@ def attribute(
         before, stream = stream, own["x"]
         parts.append(_parts(specs[number], own, stream - before, head.direction))
         heads.append(_heads(llm, number, own, head.direction))
-    columns = list(dict.fromkeys(part for one in parts for part in one))
-    table = np.array([[one.get(name, np.nan) for name in columns] for one in parts], np.float32)
-    most = max(map(len, heads))
-    padded = [np.pad(one, (0, most - len(one)), constant_values=np.nan) for one in heads]
+    columns = list(dict.fromkeys(part for row in parts for part in row))
+    table = np.array([[row.get(name, np.nan) for name in columns] for row in parts], np.float32)
+    max_heads = max(map(len, heads))
+    padded = [
+        np.pad(values, (0, max_heads - len(values)), constant_values=np.nan) for values in heads
+    ]
     explained = logit if head.stage == "logit" else float(final @ head.direction) + head.constant
     embed = float(here["embed"] @ head.direction)
-    return Attribution(said, embed, columns, table, np.stack(padded), head.constant, explained)
+    return Attribution(title, embed, columns, table, np.stack(padded), head.constant, explained)
 
 
 def _parts(
@@ -210,10 +216,10 @@ def _parts(
     """What a layer's contributions add to the logit, and what else changes the stream."""
     found = dict[str, float]()
     rest = float(change @ direction)
-    for one in layer.wiring.contributions:
-        added = here[one.name]
+    for contribution in layer.wiring.contributions:
+        added = here[contribution.name]
         if added.shape == direction.shape:
-            part, name = float(added @ direction), " + ".join(one.modules)
+            part, name = float(added @ direction), " + ".join(contribution.modules)
             found[name] = found.get(name, 0.0) + part
             rest -= part
     if abs(rest) > _ROUNDING:
@@ -228,14 +234,16 @@ def _heads(
     assert llm.spec.decoder is not None
     layer = llm.spec.decoder.layers[number]
     blocks, found = {**dict(llm.spec.shared), **dict(layer.modules)}, list[np.ndarray]()
-    for one in layer.wiring.contributions:
-        module, *others = one.modules
+    for contribution in layer.wiring.contributions:
+        module, *others = contribution.modules
         heads, weight = here.get(f"{module}.heads"), f"decoder.{number}.{module}.o.weight"
-        linear = all(isinstance(blocks[name], RMSNormSpec | ScaleSpec) for name in one.through)
+        linear = all(
+            isinstance(blocks[name], RMSNormSpec | ScaleSpec) for name in contribution.through
+        )
         if heads is None or others or not linear or weight not in llm.weights:
             continue
         matrix = np.asarray(llm.weights[weight].values, np.float32)
-        out, added = here[module], here[one.name]
+        out, added = here[module], here[contribution.name]
         if matrix.shape == (len(out), heads.size) and out.shape == added.shape == direction.shape:
             # What is between, a number or a norm whose scale is held fixed, is a factor.
             factor = np.where(out == 0, 0, added / np.where(out == 0, 1, out))

@@ -92,7 +92,7 @@ def check_top(top: int) -> None:
 def names_like(llm: LLM, pattern: str) -> list[str]:
     """Names of values that there are, for a regular expression that matches the whole name."""
     every = re.compile(pattern)
-    return [one.name for one in llm.names() if every.fullmatch(one.name)]
+    return [value.name for value in llm.names() if every.fullmatch(value.name)]
 
 
 def by_layer(names: Iterable[str]) -> dict[int, list[str]]:

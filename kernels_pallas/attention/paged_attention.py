@@ -119,7 +119,7 @@ def _triton(
     factors, numbers = _factored(numbers, keys.tile_type)
     changes = ScoreOperands(factors, _f32(scores.slopes), _f32(scores.by_distance))
     launches = pieces.plan_launches(shape, keys, values, least)
-    short = runs.length <= launches[0].most
+    short = runs.length <= launches[0].max_tokens
     outs: list[Any] = []
     for index, launch in enumerate(launches):
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
@@ -157,7 +157,7 @@ def _triton(
         if not outs and launch.parts > 1:  # the merge kernel has written zeros for the others
             outs = list(these)
             continue
-        before = outs or [jnp.zeros((), one.dtype) for one in these]
+        before = outs or [jnp.zeros((), part.dtype) for part in these]
         outs = [
             jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(these, before, strict=True)

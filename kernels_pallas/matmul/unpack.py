@@ -129,12 +129,14 @@ def weights(f: Array, numbers: Sequence[ScaleAndBase], levels: int, *, asm: bool
     """Computes the weights of a fraction: one tile, or two if codes are pairs."""
     if levels >= _EXACT_FROM:
         (only,) = numbers
-        times, one = (1.0, 1024) if levels == 256 else (float(levels), levels)
+        times, offset = (1.0, 1024) if levels == 256 else (float(levels), levels)
         if only.plus is None:
             return [
-                multiply(fma_by(f, times, -float(one + levels // 2), asm=asm), only.times, asm=asm)
+                multiply(
+                    fma_by(f, times, -float(offset + levels // 2), asm=asm), only.times, asm=asm
+                )
             ]
-        return [fma(fma_by(f, times, -float(one), asm=asm), only.times, only.plus, asm=asm)]
+        return [fma(fma_by(f, times, -float(offset), asm=asm), only.times, only.plus, asm=asm)]
     if levels != 11:
         (only,) = numbers
         return [_plain(f, only, asm)]

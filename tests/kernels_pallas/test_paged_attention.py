@@ -249,7 +249,7 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
     def cut(rows: jax.Array, last: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         power = pieces.split_powers(jnp.zeros_like(last), last, 128)
         runs = pieces.runs(rows, power)
-        short = runs.length <= launches[0].most
+        short = runs.length <= launches[0].max_tokens
         chosen = [runs.real] if len(launches) == 1 else [short, ~short]
         return power, [
             pieces.first_tokens(runs, *each) for each in zip(chosen, launches, strict=True)
@@ -269,7 +269,7 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
         covered = np.zeros(count, int)
         for launch, begins in zip(launches, firsts, strict=True):
             for first in begins[begins < count]:
-                piece = np.arange(first, min(first + launch.most, count))
+                piece = np.arange(first, min(first + launch.max_tokens, count))
                 same = (rows[piece] == rows[first]) & (power[piece] == power[first])
                 covered[piece[same]] += 1
         np.testing.assert_array_equal(covered, rows != PADDING)

@@ -145,10 +145,10 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
     """The matrices that an adapter changes, by all names that they may have in a model's file."""
     matrices = {}
     for name, module in adapter.modules.items():
-        each = f"{name}.weight"
-        matrices[each] = Tensor(each, module.shape, "F32", 0, module.b.read, module.b.raw)
+        full = f"{name}.weight"
+        matrices[full] = Tensor(full, module.shape, "F32", 0, module.b.read, module.b.raw)
         if module.experts and adapter.format == "peft":  # a parameter's own name
-            matrices[name] = replace(matrices.pop(each), name=name)
+            matrices[name] = replace(matrices.pop(full), name=name)
     return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), tensors)
 
 
@@ -188,8 +188,8 @@ def _of_experts(
     experts, outputs, inputs = shapes[weight]
     for choice in place.candidates():
         for name in (name for name in choice.names if "{e}" in name):
-            each = {e: files.get(name.replace("{e}", str(e))) for e in range(experts)}
-            if not (there := {e: file for e, file in each.items() if file is not None}):
+            found_files = {e: files.get(name.replace("{e}", str(e))) for e in range(experts)}
+            if not (there := {e: file for e, file in found_files.items() if file is not None}):
                 continue
             rank = max(adapter.modules[_module_of(file)].rank for file in there.values())
             a = np.zeros((experts, rank, inputs), np.float32)

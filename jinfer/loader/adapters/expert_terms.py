@@ -144,11 +144,15 @@ def _targets(
     for choice in place.candidates():
         for name in choice.names:
             full = [name.replace("{e}", str(e)) for e in range(count)]
-            if "{e}" in name and all(each in files for each in full) and not choice.parts:
+            if (
+                "{e}" in name
+                and all(expert_name in files for expert_name in full)
+                and not choice.parts
+            ):
                 own = cache(stack.own)
                 return [
-                    (files[each], _with_expert(stack, files[each], choice, own, e))
-                    for e, each in enumerate(full)
+                    (files[expert_name], _with_expert(stack, files[expert_name], choice, own, e))
+                    for e, expert_name in enumerate(full)
                 ]
             same = replace(choice, fallback=None) == replace(origin.place, fallback=None)
             if name in files and same:

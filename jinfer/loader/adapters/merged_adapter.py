@@ -56,8 +56,8 @@ def merged(
     for name, module in adapter.modules.items():
         if name in used:
             continue
-        known = [each for each, tensor in matrices.items() if tensor.name == f"{name}.weight"]
-        found = next((each for each in known if each in files), None)
+        known = [alias for alias, tensor in matrices.items() if tensor.name == f"{name}.weight"]
+        found = next((alias for alias in known if alias in files), None)
         if found is None:
             raise LoadError(f"{adapter.path}: {name} is no matrix of {checkpoint.path}")
         turn = not transposed.isdisjoint(known)

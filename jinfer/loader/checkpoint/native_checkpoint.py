@@ -202,7 +202,7 @@ def native_metadata(
     # Specifications read nothing of the metadata of safetensors files.
     metadata = checkpoint.metadata if checkpoint.format in ("gguf", "llama2c") else {}
     source = {"format": checkpoint.format, "metadata": metadata, "tensors": tensors}
-    parameters = {name: asdict(each) for name, each in packed.items()}
+    parameters = {name: asdict(format) for name, format in packed.items()}
     return {
         **marks(),
         "parameters": json.dumps(parameters, default=_plain),

@@ -173,9 +173,9 @@ def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:
     folder = checkpoint.folder
     found = _call_orbax(folder, lambda: api.metadata(folder.absolute()).metadata)
     stored = {
-        name: (tuple(each.shape), np.dtype(each.dtype))
-        for name, each in (found.items() if isinstance(found, dict) else ())
-        if hasattr(each, "shape") and hasattr(each, "dtype")
+        name: (tuple(array.shape), np.dtype(array.dtype))
+        for name, array in (found.items() if isinstance(found, dict) else ())
+        if hasattr(array, "shape") and hasattr(array, "dtype")
     }
     for name, part in checkpoint.parts.items():
         if not prod(part.shape):

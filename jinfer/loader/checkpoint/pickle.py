@@ -467,7 +467,7 @@ def read_archive(file: MappedFile) -> Archive:
         raise CheckpointError(file.path, f"byte order is {order!r}, not little or big")
     start = folder + "data/"
     storages = {name[len(start) :]: e for name, e in entries.items() if name.startswith(start)}
-    inflated = sum(each.size for each in storages.values() if each.crc is not None)
+    inflated = sum(extent.size for extent in storages.values() if extent.crc is not None)
     if inflated > _MAX_WHOLE_RATIO * file.size + _MAX_WHOLE_SLACK:
         reason = f"its storages inflate to {inflated} bytes; save it again with torch.save"
         raise CheckpointError(file.path, reason)

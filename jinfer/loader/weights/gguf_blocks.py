@@ -145,9 +145,9 @@ def repack(
     kind, size = _KINDS[type_name], _bytes(type_name)
     if isinstance(rows, slice):
         raw, rows = raw[rows], None
-    each = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
-    for begin in range(0, target.outputs, each):
-        count = min(each, target.outputs - begin)
+    height = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
+    for begin in range(0, target.outputs, height):
+        count = min(height, target.outputs - begin)
         part = slice(begin, begin + count)
         selected = raw[part if rows is None else rows[part]]
         tile, sizes = begin // target.rows, (size, _values(type_name))

@@ -71,9 +71,9 @@ def split_error(
 
 def _parted(scales: np.ndarray, block: int) -> np.ndarray:
     """[*rows, blocks] -> [*rows, supers, blocks of one], with zeros behind the last."""
-    each = SUPER // block
-    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % each)]
-    return np.pad(scales, padding).reshape(*scales.shape[:-1], -1, each)
+    per_super = SUPER // block
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % per_super)]
+    return np.pad(scales, padding).reshape(*scales.shape[:-1], -1, per_super)
 
 
 _BLOCKS = (128, 64, 32)
@@ -110,13 +110,13 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
         CheckpointError: the file is broken.
     """
     codes = [file.codes for file in files if file.codes is not None]
-    choices = {_formats(each) for each in codes}
+    choices = {_formats(grouped) for grouped in codes}
     if len(codes) < len(files) or len(choices) != 1:
         return None
     for format in choices.pop():
-        lost = max(_lost(each, format) for each in codes)
+        lost = max(_lost(grouped, format) for grouped in codes)
         if lost <= (0 if exact else _MAX_LOST):
-            return GroupedFormat(format, lost, any(each.order is not None for each in codes))
+            return GroupedFormat(format, lost, any(grouped.order is not None for grouped in codes))
     return None
 
 
@@ -303,8 +303,8 @@ def _numbers(
     codes: GroupedCodes, format: QuantFormat
 ) -> Float16[np.ndarray, "*stack outputs blocks numbers"]:
     scales, bases = _exact(codes, format)
-    each = (scales,) if bases is None else (scales, bases)
-    numbers = np.stack([part.astype(np.float16) for part in each], axis=-1)
+    parts = (scales,) if bases is None else (scales, bases)
+    numbers = np.stack([part.astype(np.float16) for part in parts], axis=-1)
     count = -(-codes.shape[-1] // format.block)
     times = count if codes.groups == 1 else codes.group // format.block
     return np.repeat(numbers, times, axis=-2)[..., :count, :] if times > 1 else numbers

@@ -75,8 +75,8 @@ def report_rounding(plan: WeightPlan) -> None:
         kept = name in plan.storages or isinstance(parameter, ScaledTensor)
         if stored and stored.sources and stored.type not in DTYPES and not kept:
             decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
-    origins = [each for each in plan.origins.values() if isinstance(each, Origin)]
-    bare = {file.name: file for each in origins for file in each.files if file.type in FP8}
+    origins = [origin for origin in plan.origins.values() if isinstance(origin, Origin)]
+    bare = {file.name: file for origin in origins for file in origin.files if file.type in FP8}
     if bare:
         first = next(iter(bare.values()))
         line(
@@ -104,7 +104,7 @@ def report_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
         found: names of parameters.
     """
     if found:
-        name = next(each for each in plan.plain.names if each in found)
+        name = next(name for name in plan.plain.names if name in found)
         origin = plan.origins[name]
         what = f"{name} has numbers that are NaN or infinite"
         if isinstance(origin, Origin):

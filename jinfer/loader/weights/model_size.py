@@ -132,10 +132,10 @@ def _source(tensors: TensorMap, name: str, shape: tuple[int, ...]) -> Hashable:
         return name
     return shape, tuple(
         (
-            *(each.names, each.groups, each.axis, each.transpose),
-            each.parts.index(name) if each.parts else None,
+            *(choice.names, choice.groups, choice.axis, choice.transpose),
+            choice.parts.index(name) if choice.parts else None,
         )
-        for each in place.candidates()
+        for choice in place.candidates()
     )
 
 

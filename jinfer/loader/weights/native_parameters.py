@@ -175,9 +175,9 @@ def batches(
 def _restored(
     checkpoint: OrbaxCheckpoint, batch: Mapping[str, NativeOrigin]
 ) -> dict[str, NativeOrigin]:
-    arrays = (part_names(each.first, each.stored) for each in batch.values())
+    arrays = (part_names(origin.first, origin.stored) for origin in batch.values())
     parts = restored_tensors(checkpoint, {name for own in arrays for name, _ in own})
-    return {name: replace(each, parts=parts) for name, each in batch.items()}
+    return {name: replace(origin, parts=parts) for name, origin in batch.items()}
 
 
 def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:

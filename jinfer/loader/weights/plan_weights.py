@@ -87,14 +87,14 @@ def _is_entangled(model: AbstractModel) -> bool:
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
     """Replace GPTQ by a search."""
     return {
-        name: replace(each, method="mse") if each.method == "gptq" else each
-        for name, each in storages.items()
+        name: replace(storage, method="mse") if storage.method == "gptq" else storage
+        for name, storage in storages.items()
     }
 
 
 def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
     """Return the parameters that GPTQ quantizes."""
-    return [name for name, each in storages.items() if each.method == "gptq"]
+    return [name for name, storage in storages.items() if storage.method == "gptq"]
 
 
 def obstacle(

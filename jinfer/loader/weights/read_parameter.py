@@ -70,7 +70,7 @@ def row_slice(
         storage is not None and (storage.outliers or storage.method == "gptq")
     ):
         return None
-    sliced = tuple(file for each in origin.files if (file := _slice(each, rows)) is not None)
+    sliced = tuple(cut for file in origin.files if (cut := _slice(file, rows)) is not None)
     if len(sliced) < len(origin.files):
         return None
     shape = (*whole[:-2], len(rows), whole[-1])

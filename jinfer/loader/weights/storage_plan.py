@@ -315,8 +315,8 @@ def budgeted(model: AbstractModel, spec: QuantizationSpec) -> set[str]:
     """The parameters whose formats share a number of bits."""
     if spec.budget is None:
         return set()
-    each = zip(model.names, model.roles, strict=True)
-    return {n for n, role in each if role != "plain" and _word(spec, n, role) == spec.weights}
+    pairs = zip(model.names, model.roles, strict=True)
+    return {n for n, role in pairs if role != "plain" and _word(spec, n, role) == spec.weights}
 
 
 def with_one_format(

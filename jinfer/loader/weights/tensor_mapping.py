@@ -225,7 +225,7 @@ def find_origins(
 def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
     """Name the conditions without which these tensors would be used: a clause for an error."""
     owners = tensors.omitted_owners(left)[:3]
-    conditions = [f'{each.key} = "{each.when}"' for each in owners]
+    conditions = [f'{owner.key} = "{owner.when}"' for owner in owners]
     return f"; left out by {' and '.join(conditions)}" if conditions else ""
 
 
@@ -354,7 +354,7 @@ def lookup_origin(
     if place.value is not None:
         given = _constant(parameter, place.value)
         return Origin(parameter, (given,), False, place, checkpoint.path), ()
-    for choice, name in ((each, name) for each in place.candidates() for name in each.names):
+    for choice, name in ((c, name) for c in place.candidates() for name in c.names):
         stacked = "{e}" in name
         full = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
         absent = [name for name in full if name not in files]

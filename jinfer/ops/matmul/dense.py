@@ -120,14 +120,14 @@ def dense_matmul(
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    each = []
+    products = []
     for weight in weights:
         weight = weight.dequantize() if isinstance(weight, ScaledTensor) else weight
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         operands = x.astype(wide), weight.astype(wide)
         product = partial(lax.dot_general, precision=matmul_precision(operands[0]))
-        each.append(product(*operands, contracted, preferred_element_type=jnp.float32))
-    return apply_activation(tuple(each), activation)
+        products.append(product(*operands, contracted, preferred_element_type=jnp.float32))
+    return apply_activation(tuple(products), activation)
 
 
 def matmul_per_head(

@@ -50,11 +50,11 @@ def quantized_matmul(
     x = x.astype(jnp.float32)
     if has_cpu_calls():
         coded = [_cpu_operand(weight) for weight in weights]
-        books = {each.codebook for each in coded if each.codebook is not None}
+        books = {weight.codebook for weight in coded if weight.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
             which: dict[str, Any] = {"index": index, "offsets": offsets}
             return tuple(quantized_matmul(x, [weight], **which)[0] for weight in weights)
-        if all(cpu.supports(each) for each in coded):
+        if all(cpu.supports(weight) for weight in coded):
             return cpu.quantized_linear(
                 x,
                 coded,

@@ -102,7 +102,7 @@ def chunk_step(
     """Advances one sequence by a chunk; tokens that are not real have zeros for inputs."""
     size, heads = x.v.shape[:2]
     # All below is [heads, size, ...].
-    q, k = (_per_head(each, heads, 1).swapaxes(0, 1) for each in (x.q, x.k))
+    q, k = (_per_head(vectors, heads, 1).swapaxes(0, 1) for vectors in (x.q, x.k))
     v, decay = x.v.swapaxes(0, 1), x.log_decay.swapaxes(0, 1)
     decay = decay if decay.ndim == 3 else decay[..., None]
     total = jnp.cumsum(decay, axis=1)  # from the chunk's start, the token's own included

@@ -397,8 +397,8 @@ def _gather(schema: dict[str, Any]) -> None:
     together = [key for key in schema if key in _TOGETHER]
     for key in list(schema):
         keys = together if together and key == together[0] else [key]
-        for one in keys if keys is together or key not in together else ():
-            schema[one] = schema.pop(one)
+        for name in keys if keys is together or key not in together else ():
+            schema[name] = schema.pop(name)
 
 
 def _check_literals(values: list[Any], key: str, refuse: Any) -> None:
