@@ -98,7 +98,7 @@ class GroupedFormat:
     reordered: bool
 
 
-def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
+def grouped_format(tensors: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
     """Choose the format for the tensors of a parameter; None if they have to be decoded.
 
     Reads the scales.
@@ -109,9 +109,9 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
     Raises:
         CheckpointError: the file is broken.
     """
-    codes = [file.codes for file in files if file.codes is not None]
+    codes = [tensor.codes for tensor in tensors if tensor.codes is not None]
     choices = {_formats(grouped) for grouped in codes}
-    if len(codes) < len(files) or len(choices) != 1:
+    if len(codes) < len(tensors) or len(choices) != 1:
         return None
     for format in choices.pop():
         lost = max(_lost(grouped, format) for grouped in codes)
@@ -134,7 +134,7 @@ def described(format: QuantFormat) -> str:
 
 
 def grouped_tensor(
-    files: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     stacked: bool,
     kept: GroupedFormat,
     rows: Int[np.ndarray, " outputs"] | None,
@@ -143,7 +143,7 @@ def grouped_tensor(
     """Read matrices with the stored codes.
 
     Args:
-        files: tensors for which `grouped_format` returns `kept`.
+        tensors: those for which `grouped_format` returns `kept`.
         stacked: stack them along a new first axis; else there is a single tensor.
         rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
@@ -154,28 +154,28 @@ def grouped_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    blocks = _stack_of(files, stacked, kept.format, rows, columns)
+    blocks = _stack_of(tensors, stacked, kept.format, rows, columns)
     if not kept.reordered:
         return blocks
-    orders = [_sorted_inputs(file.codes) for file in files if file.codes is not None]
+    orders = [_sorted_inputs(tensor.codes) for tensor in tensors if tensor.codes is not None]
     order = np.stack(orders) if stacked else orders[0]
     return ReorderedTensor(np.broadcast_to(order, (*blocks.stack, blocks.inputs)).copy(), blocks)
 
 
 def _stack_of(
-    files: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     stacked: bool,
     format: QuantFormat,
     rows: np.ndarray | None,
     columns: int | None,
 ) -> QuantizedTensor:
     if not stacked:
-        return _blocks_of(files[0], format, rows, columns)
+        return _blocks_of(tensors[0], format, rows, columns)
     result = None
-    for e, file in enumerate(files):
-        part = _blocks_of(file, format, rows, columns)
+    for e, tensor in enumerate(tensors):
+        part = _blocks_of(tensor, format, rows, columns)
         if result is None:
-            result = empty_tensor((len(files), *part.shape), format, columns)
+            result = empty_tensor((len(tensors), *part.shape), format, columns)
         for to, values in zip(jax.tree.leaves(result[e]), jax.tree.leaves(part), strict=True):
             to[...] = values
     assert result is not None, "a parameter has tensors"
@@ -183,9 +183,9 @@ def _stack_of(
 
 
 def _blocks_of(
-    file: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
+    tensor: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
 ) -> QuantizedTensor:
-    grouped = file.codes
+    grouped = tensor.codes
     assert grouped is not None, "the file has such codes"
     codes, steps = grouped.codes(), None
     if format.two_level:
