@@ -1,4 +1,4 @@
-"""A row's result has the same bits alone and in any company, whatever computes it."""
+"""Batch invariance of products: a row has the same bits alone and in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers compare every buffer with what they were told of it, and refuse what does not fit."""
+"""Handlers compare every buffer with its declared shape, and refuse others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compiles kernels for an H200 without one and counts their instructions.
 
-Run as a program, because JAX must be told of the platform before it starts:
+Run as a program, because JAX needs to know the platform before it starts:
 `python -m tests.kernels_pallas.sass NAME...` prints JSON, target -> the `Code` of its kernels.
 """
 

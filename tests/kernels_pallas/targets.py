@@ -127,7 +127,7 @@ def adapters() -> Target:
 
 
 def rows(kind: str, width: Width, count: int = 1) -> Target:
-    """What stands before a product: a sum with another one's parts and its norm; gate and up."""
+    """A product's prologue: a sum with another product's parts and its norm; gate and up."""
     inputs = {"norm": 4096, "gate": 14336}[kind]
     like = shapes(QuantFormat(width), (), 64, inputs)
     parts = [Shape((4, 16, inputs), jnp.float32)] * 2

@@ -150,8 +150,8 @@ def test_plain_experts(rows: int, kind: str) -> None:
     exact = np.asarray(matrices, np.float64)
     for expert in range(8):
         mine = experts == expert
-        wanted = np.asarray(x, np.float64)[mine] @ exact[expert].T
-        np.testing.assert_allclose(np.asarray(y)[mine], wanted, rtol=1e-4, atol=1e-3)
+        reference = np.asarray(x, np.float64)[mine] @ exact[expert].T
+        np.testing.assert_allclose(np.asarray(y)[mine], reference, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,5 +208,5 @@ def test_attention_in_jinfer(kind: str) -> None:
 
     got, cache = step(q, k, v, cache, placed(runs, tables))
     k64, v64 = (sequences(part, tables, [500, 400]) for part in cache)
-    wanted = expected_attention(np.asarray(q, np.float64), k64, v64, runs, scale=0.125)
-    np.testing.assert_allclose(got, wanted, atol=2e-2 if kind == "bf16" else 5e-3)
+    reference = expected_attention(np.asarray(q, np.float64), k64, v64, runs, scale=0.125)
+    np.testing.assert_allclose(got, reference, atol=2e-2 if kind == "bf16" else 5e-3)

@@ -100,7 +100,7 @@ def test_plain_matrices_of_experts(
         x, offsets_of(sizes), stored
     )
     expert = np.repeat(np.arange(5), sizes)
-    wanted = np.einsum(
+    expected = np.einsum(
         "ri,roi->ro", np.asarray(x, np.float64), np.asarray(matrices, np.float64)[expert]
     )
-    np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-4)

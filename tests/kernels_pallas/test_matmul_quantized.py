@@ -148,9 +148,9 @@ def test_decoded_in_the_order_of_the_other_factor(format: QuantFormat) -> None:
     built = [random_matrix(format, (2, n, 2048), n) for n in (17, 40)]
     given = [matrix for matrix, _ in built]
     found = dequantize(given, on_device([1], jnp.int32), interpret=True)
-    wanted = np.concatenate([values[1] for _, values in built])
-    ordered = weight_layout.arrange_inputs(on_device(wanted), given[0]).reshape(found.shape)
-    np.testing.assert_allclose(found, ordered, rtol=2e-3, atol=6e-3 * np.abs(wanted).max())
+    expected = np.concatenate([values[1] for _, values in built])
+    ordered = weight_layout.arrange_inputs(on_device(expected), given[0]).reshape(found.shape)
+    np.testing.assert_allclose(found, ordered, rtol=2e-3, atol=6e-3 * np.abs(expected).max())
 
 
 def test_wrong_inputs_are_refused() -> None:

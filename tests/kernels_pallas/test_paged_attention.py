@@ -111,7 +111,7 @@ def test_common_beginnings(backend: str) -> None:
 
 @BACKENDS
 def test_over_an_encoders_tokens(backend: str) -> None:
-    """Cross-attention: all queries see the same keys, whatever their positions."""
+    """Cross-attention: all queries see the same keys at any positions."""
     Case(("f16", "q8"), ((1, 0, 3), (0, 900, 1)), last=99, dtype=jnp.float32).check(backend)
 
 
@@ -279,6 +279,6 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
 def test_codes_follow_the_caches_layout(kind: str) -> None:
     """Against the definition; where float32 rounds otherwise, a number is a step off."""
     x = np.random.default_rng(0).standard_normal((2, 1, 50, 100)).astype(np.float32)
-    got, wanted = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)
-    assert np.mean(np.abs(got - wanted) > 1e-5) < 2e-3
-    np.testing.assert_allclose(got, wanted, atol=2)
+    got, expected = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)
+    assert np.mean(np.abs(got - expected) > 1e-5) < 2e-3
+    np.testing.assert_allclose(got, expected, atol=2)

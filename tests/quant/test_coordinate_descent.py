@@ -59,17 +59,17 @@ def test_result_equals_the_reference(name: str, share: float) -> None:
     codes, scale, base, moved = quantize_gptq(weight, H, format, exact=exact)
     kept = np.where(exact, moved, np.float32(np.nan)) if share else None
     start = (weight, H, codes, scale, base, format)
-    ours, wanted = (way(*start, damping=DAMPING, outliers=kept) for way in WAYS)
+    ours, expected = (way(*start, damping=DAMPING, outliers=kept) for way in WAYS)
 
     def left(codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None) -> float:
         whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
-    assert left(*ours) == pytest.approx(left(*wanted), rel=0.01)
+    assert left(*ours) == pytest.approx(left(*expected), rel=0.01)
     # A weight between two codes may go either way, and others in its row with it.
-    same = (ours[0] == wanted[0]).all(axis=(1, 2))
+    same = (ours[0] == expected[0]).all(axis=(1, 2))
     assert same.mean() > 0.9
-    for a, b in zip(ours[1:], wanted[1:], strict=True):
+    for a, b in zip(ours[1:], expected[1:], strict=True):
         if a is not None and b is not None:
             np.testing.assert_array_equal(a[same], b[same])
 

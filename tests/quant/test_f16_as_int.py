@@ -50,12 +50,12 @@ def test_error_bound_of_numbers() -> None:
     values = values.astype(np.float16).astype(np.float32)
     codes, scales = quantize_f16(values)
     assert codes.dtype == np.int16
-    most = np.abs(values).max(axis=1)
+    largest = np.abs(values).max(axis=1)
     assert np.all((np.abs(codes).max(axis=1) >= 1 << 12) & (np.abs(codes).max(axis=1) <= 1 << 13))
     meant = codes * scales.astype(np.float64)[:, None]
     off = np.abs(meant - values)
-    assert np.all(off <= most[:, None] / (1 << 13))
-    large = np.abs(values) * 4 > most[:, None]
+    assert np.all(off <= largest[:, None] / (1 << 13))
+    large = np.abs(values) * 4 > largest[:, None]
     assert np.all(off[large] == 0)
 
 

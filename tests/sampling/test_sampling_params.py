@@ -240,8 +240,8 @@ def test_names_of_other_engines() -> None:
     assert SamplingParams.from_names(theirs) == ours
     object_ = {"name": "sample.top_k", "max_k": 3}
     inferflow = {"decoding_alg": object_, "random_seed": 7, "max_output_len": 9}
-    wanted = SamplingParams(strategy="top_k", top_k=3, seed=7, max_tokens=9)
-    assert SamplingParams.from_names(inferflow) == wanted
+    expected = SamplingParams(strategy="top_k", top_k=3, seed=7, max_tokens=9)
+    assert SamplingParams.from_names(inferflow) == expected
     with pytest.raises(ValueError, match=r"^max_new_tokens: max_tokens is given twice"):
         canonical_names({"max_tokens": 4, "max_new_tokens": 5})
     with pytest.raises(RequestError, match="did you mean 'temperature'"):

@@ -1,4 +1,4 @@
-"""Only regular files are read, and never more of them than is asked."""
+"""Only regular files are read, and only up to the limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_dangling_link_exists_and_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "shown"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer"),
         (b"\n <!doctype HTML><title>Sign in</title>", "is an HTML page"),
@@ -64,8 +64,8 @@ def test_dangling_link_exists_and_is_refused(tmp_path: Path) -> None:
         (b'{"message": "x", "error": {"code": 401}}', "{'code': 401}"),
     ],
 )
-def test_failed_downloads(data: bytes, told: str) -> None:
-    assert told in failed_download(data, len(data))
+def test_failed_downloads(data: bytes, shown: str) -> None:
+    assert shown in failed_download(data, len(data))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_drafts_rest_longer_and_longer_where_they_do_not_pay() -> None:
     assert not pace.resting
 
 
-def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> None:
+def test_probing_after_a_pause_drafts_regardless_of_expected_gain() -> None:
     pace = Backoff()
     pace.useless()
     assert pace.rest()
@@ -103,7 +103,7 @@ def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> No
     assert not pace.probing
 
 
-def test_steps_grow_while_nobody_knows_a_draft() -> None:
+def test_pauses_grow_while_no_source_drafts() -> None:
     pace, steps = Backoff(), []
     for _ in range(5):
         steps.append(pace.steps(8))

@@ -39,8 +39,8 @@ def sequence(tokens: list[int], prompt: int = 0, id: int = 0) -> Any:
     return _Sequence(tokens, _Request(tuple(tokens[:prompt]), id))
 
 
-def drafted(drafter: Any, one: Any, most: int = 4) -> TokenTree:
-    return drafter.draft([(one, most)])[0]
+def drafted(drafter: Any, one: Any, largest: int = 4) -> TokenTree:
+    return drafter.draft([(one, largest)])[0]
 
 
 def test_a_lookup_goes_on_as_the_text_did() -> None:
@@ -99,7 +99,7 @@ def test_merged_trees_have_each_path_once() -> None:
 
 
 def test_the_first_path_is_that_of_first_children() -> None:
-    """Also where draft models, level by level, put a leaf beside it before its end."""
+    """Also if draft models, level by level, add a leaf next to it before its end."""
     tree = TokenTree((5, 6, 7, 8), (-1, -1, 0, 2), ("m",) * 4)
     assert first_path(tree).tokens == (5, 7, 8)
     assert first_path(TokenTree()).tokens == ()

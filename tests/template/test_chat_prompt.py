@@ -149,13 +149,13 @@ def test_special_tokens_in_messages_are_text(kind: str) -> None:
     assert ids.count(id) == 1  # the template's own
     counted = encoded(found, TEMPLATE, words, end=end, special=True)
     assert counted.count(id) == 4
-    told = found.decode(ids).replace(" ", "").lower()
-    assert words.replace(" ", "").lower() in told or found.unk_id in ids
+    shown = found.decode(ids).replace(" ", "").lower()
+    assert words.replace(" ", "").lower() in shown or found.unk_id in ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_beside_a_hidden_token_keeps_its_ids(kind: str) -> None:
-    """What stands before and after the template's tokens is tokenized as without hidden ones."""
+def test_text_around_a_hidden_token_keeps_its_ids(kind: str) -> None:
+    """Text around the template's tokens is tokenized as without hidden tokens."""
     found = load_tokenizer(GOLDENS / kind)
     assert found is not None
     end, _ = list(found.special.control.items())[-1]
@@ -207,7 +207,7 @@ def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
             assert ids == found.encode(case["expected"], special=False)
 
 
-def test_roles_that_nobody_knows_are_refused() -> None:
+def test_unknown_roles_are_refused() -> None:
     """A template would write any word there, a misspelled one too."""
     found = tokenizer()
     jinja = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

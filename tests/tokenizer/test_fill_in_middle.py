@@ -50,7 +50,7 @@ def test_tokens_and_their_order(names: tuple[str, ...], expected: str) -> None:
 
 @pytest.mark.parametrize("key", ["fim_{}_token_id", "{}_token_id"])
 def test_ids_that_a_file_names(key: str) -> None:
-    """Keys of GGUF, and the older ones, whatever the tokens are called."""
+    """Keys of GGUF, new and old, for any names of the tokens."""
     parts = ("pre", "suf", "mid") if "fim" in key else ("prefix", "suffix", "middle")
     keys = {key.format(part): id for part, id in zip(parts, (MID, PRE, SUF), strict=True)}
     found = vocabulary("<a>", "<b>", "<c>", **keys)

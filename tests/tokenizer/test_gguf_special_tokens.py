@@ -70,7 +70,7 @@ def test_the_end_that_is_a_tag_of_html_too(kind: int) -> None:
         (("<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>")),
     ],
 )
-def test_ends_beside_one_another(names: tuple[str, ...], ends: tuple[str, ...]) -> None:
+def test_end_tokens_together(names: tuple[str, ...], ends: tuple[str, ...]) -> None:
     found = byte_pairs(dict.fromkeys(names, CONTROL), eot_token_id=4)
     assert {found.token(id) for id in found.eos_ids} == set(ends)
 

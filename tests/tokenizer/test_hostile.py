@@ -195,7 +195,9 @@ def test_a_token_that_cannot_have_its_id(tmp_path: Path) -> None:
         ({"add_bos_token": [[[]]]}, "add_bos_token must be true or false"),
     ],
 )
-def test_wrong_values_beside_it(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_wrong_configuration_next_to_a_model(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
     folder(tmp_path, {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match=words):

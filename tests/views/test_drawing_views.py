@@ -1,4 +1,4 @@
-"""Views of made-up numbers: self-contained, well-formed whatever tokens are, true to numbers."""
+"""Views of made-up numbers: self-contained, well-formed for any tokens, true to numbers."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ def test_every_view_is_tested() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_view_is_well_formed_and_self_contained(name: str, tmp_path: Path) -> None:
-    """Markup is XML, whatever tokens are; nothing in it is fetched, and no token becomes markup."""
+    """Markup is XML for any tokens; nothing in it is fetched, and no token becomes markup."""
     view = MADE[name]
     shown = view._repr_html_()
     root = ElementTree.fromstring(shown)

@@ -61,7 +61,7 @@ def test_alternatives_go_on_as_the_model_would(llm: LLM) -> None:
         views.alternatives(llm, IDS, branches=0)
 
 
-def test_strategies_are_those_asked_for(llm: LLM) -> None:
+def test_only_requested_strategies_are_shown(llm: LLM) -> None:
     table = views.strategies(llm, IDS, ["greedy", "beam"], max_tokens=3).table()
     assert list(table["strategy"]) == ["greedy", "beam"]
     assert list(table["tokens"]) == [3, 3]
@@ -102,10 +102,10 @@ def test_the_head_alone_is_the_models(name: str) -> None:
         linear = float(head.direction @ last[-1]) + head.constant
         cap = 30.0 if name == "gemma2" else None
         assert head.stage == ("logit" if cap is None else "logit before tanh")
-        wanted = logits[-1, 7] if cap is None else cap * np.arctanh(logits[-1, 7] / cap)
-        assert linear == pytest.approx(wanted, abs=2e-4)
+        expected = logits[-1, 7] if cap is None else cap * np.arctanh(logits[-1, 7] / cap)
+        assert linear == pytest.approx(expected, abs=2e-4)
         found = attribute(llm, IDS, 7, None, -1)
-        assert found.total == pytest.approx(wanted, abs=2e-4)
+        assert found.total == pytest.approx(expected, abs=2e-4)
         assert not np.isnan(found.heads).any()
         column = found.parts.index("attn")
         biased = name == "gpt2"  # its projection adds a bias beside the heads

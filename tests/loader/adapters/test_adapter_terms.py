@@ -34,7 +34,9 @@ def last_logprobs(llm: LLM, adapter: str | None) -> np.ndarray:
         ("bloom", ("query_key_value",)),
     ],
 )
-def test_beside_is_as_merged(golden: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapter_slots_equal_merged_weights(
+    golden: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     """In the fused tensor, in whose own order of rows the adapter is."""
     base = GOLDENS / golden
     turned = golden == "gpt2"
@@ -83,11 +85,11 @@ def test_codes_and_factors() -> None:
     found = stacked({"q": term}, 1, before, "poet")
     assert all((each[0] == 1).all() for each in found.values())
     factors = found["q.lora_factors"][1]
-    for side, wanted in enumerate((term.a, term.b.T)):
+    for side, reference in enumerate((term.a, term.b.T)):
         codes = found[f"q.lora_{'ab'[side]}"][1]
         assert not codes[3].any()
         assert np.abs(codes[0]).max() == 127
-        error = np.abs(codes[:3] * factors[side, :3, None] - wanted)
+        error = np.abs(codes[:3] * factors[side, :3, None] - reference)
         assert (error <= 0.501 * factors[side, :3, None] + 1e-43).all()
 
 

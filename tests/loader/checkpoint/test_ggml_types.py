@@ -38,8 +38,8 @@ def test_golden_blocks(goldens: Path) -> None:
     folder = goldens / "gguf_quants"
     types = json.loads((folder / "meta.json").read_text())["types"]
     with np.load(folder / "expected.npz") as arrays:
-        for name, told in types.items():
-            size = (told["ggml_type"], told["block_values"], told["block_bytes"])
+        for name, shown in types.items():
+            size = (shown["ggml_type"], shown["block_values"], shown["block_bytes"])
             assert ggml_types.BLOCKS[name] == ggml_types.Block(name, *size)
             expected = arrays[f"{name}_f32"]
             decoded = ggml_types.decode(name, arrays[f"{name}_raw"].reshape(-1), expected.shape)

@@ -22,7 +22,7 @@ F32, Q4_0 = 0, 2
 
 @dataclass(frozen=True)
 class Info:
-    """A tensor's description as it stands in a file: dimensions innermost first."""
+    """A tensor's description in a file: dimensions innermost first."""
 
     name: bytes
     dims: Sequence[int]

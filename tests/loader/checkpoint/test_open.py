@@ -113,7 +113,7 @@ def test_single_files_in_folders(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).format == "pickle"
 
 
-def test_what_lies_beside_weights_is_ignored(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"):
         (tmp_path / name).write_bytes(b"not weights")
     (tmp_path / "rng_state_0.pth").write_bytes(b"not weights")

@@ -1,4 +1,4 @@
-"""Converted checkpoints in Orbax's folders: damage is told in a line."""
+"""Converted checkpoints in Orbax's folders: damage is an error of one line."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_in_a_line(kind: str, converted: Path, tmp_path: Path) -> None:
+def test_damage_is_one_line(kind: str, converted: Path, tmp_path: Path) -> None:
     change, error, words = DAMAGE[kind]
     out = tmp_path / "out"
     shutil.copytree(converted, out)

@@ -62,7 +62,7 @@ class Attack:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("container", [zip_file, legacy_file])
 @pytest.mark.parametrize(
-    ("function", "asked"),
+    ("function", "requested"),
     [
         (os.system, r"(posix|nt)\.system"),
         (eval, r"(__builtin__|builtins)\.eval"),
@@ -77,10 +77,10 @@ def test_calls(
     protocol: int,
     container: Callable[[bytes], bytes],
     function: Callable[..., Any],
-    asked: str,
+    requested: str,
 ) -> None:
     attack = pickle.dumps({"w": Attack(function, f"touch {marker}")}, protocol)
-    error = refuse(tmp_path, container(attack[2:-1]), f"refuses to run {asked} ")
+    error = refuse(tmp_path, container(attack[2:-1]), f"refuses to run {requested} ")
     assert error.offset is not None
     assert not marker.exists()
 

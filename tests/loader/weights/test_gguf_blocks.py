@@ -109,8 +109,8 @@ def test_golden_blocks(goldens: Path) -> None:
     types = json.loads((folder / "meta.json").read_text())["types"]
     assert set(KEPT) <= set(types)
     with np.load(folder / "expected.npz") as arrays:
-        for name, told in types.items():
-            shape = (told["blocks"], told["block_values"])
+        for name, shown in types.items():
+            shape = (shown["blocks"], shown["block_values"])
             read = tensor(name, arrays[f"{name}_raw"], shape)
             if name in KEPT:
                 assert_same(values(kept(read)), arrays[f"{name}_f32"])

@@ -64,26 +64,26 @@ def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
     assert types(kept, "matrix", "table", "head") == {type}
     assert types(kept, "plain") == {"float32"}
     assert types(plain, "matrix", "table", "head", "plain") == {"float32"}
-    ours, wanted = (llm.logits([IDS])[0] for llm in (kept, plain))
-    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
+    ours, expected = (llm.logits([IDS])[0] for llm in (kept, plain))
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
 @needs_calls
 @pytest.mark.parametrize("name", ["smollm2", "mixtral", "llama2"])
 def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
-    """To the type of the weights, or to whole numbers; not where numbers in full are asked for."""
+    """To the type of the weights, or to integers; not if full numbers are requested."""
     jax.clear_caches()
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
-    wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
+    expected, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
     with lowered_isa(isa()):  # whichever way is the faster one here
-        difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
+        difference = np.abs(rounded.logits([IDS])[0] - expected).max()
     pairs = isa() in BF16 and name != "llama2"  # which has float16
     whole = isa() == "avx2" and name == "llama2"
     assert (difference > 0) == (pairs or whole)
-    assert difference < 0.02 * np.abs(wanted).max()
+    assert difference < 0.02 * np.abs(expected).max()
     if pairs:
         with lowered_isa("avx512"):
-            np.testing.assert_array_equal(rounded.logits([IDS])[0], wanted)
+            np.testing.assert_array_equal(rounded.logits([IDS])[0], expected)
 
 
 @needs_calls
@@ -91,11 +91,11 @@ def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
 def test_short_prompts_in_bf16_are_those_of_8_bits(keys: dict[str, Any]) -> None:
     """`activations = "bf16"` is for 33 rows and more, of quantized matrices."""
     name, ids = "smollm2", IDS[:20]
-    ours, wanted = (
+    ours, expected = (
         open_model(name, dtype="auto", **keys, **{"quantization.activations": mode}).logits([ids])
         for mode in ("bf16", "int8")
     )
-    np.testing.assert_array_equal(ours[0], wanted[0])
+    np.testing.assert_array_equal(ours[0], expected[0])
 
 
 @needs_calls
@@ -109,8 +109,8 @@ def test_whole_numbers_where_they_are_faster(name: str) -> None:
         assert {leaf.format for leaf in quantized} == ({F16_AS_INT} if isa() == "avx2" else set())
         whole = llm.logits([IDS])[0]
         in_parts = np.concatenate([llm.logits([IDS[:n]])[0][-1:] for n in (1, 3, len(IDS))])
-    wanted = open_model(name).logits([IDS])[0]
-    np.testing.assert_allclose(whole, wanted, rtol=0, atol=2e-3 * np.abs(wanted).max())
+    expected = open_model(name).logits([IDS])[0]
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
     np.testing.assert_array_equal(in_parts, whole[[0, 2, -1]])
 
 
@@ -133,13 +133,13 @@ def test_an_encoder() -> None:
 
 @needs_calls
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
+    expected = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
     monkeypatch.setattr(storing, "reads_16_bit_weights", lambda: False)
     monkeypatch.setattr("jinfer.ops.matmul.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")
     assert types(kept, "matrix") == {"bfloat16"}
-    for ids, values in zip((IDS, IDS[:1]), wanted, strict=True):
+    for ids, values in zip((IDS, IDS[:1]), expected, strict=True):
         np.testing.assert_allclose(kept.logits([ids])[0], values, rtol=0, atol=1e-4)
     jax.clear_caches()
 
@@ -197,11 +197,11 @@ def test_bits_are_taken_as_they_are(type_name: str) -> None:
     kept = {"embed.weight", "decoder.1.attn.o.weight"}
     kept |= {f"decoder.0.attn.{part}.weight" for part in "qkv"}
     for name, leaf in zip(typed.names, read(loading.plan(typed, file, names)), strict=True):
-        wanted = params[name]
+        expected = params[name]
         if name in (*kept, "decoder.norm.weight"):
-            wanted = wanted.astype(DTYPES[type_name])
-        assert leaf.dtype == (wanted.dtype if name in kept else np.float32)
-        assert np.array_equal(np.asarray(leaf, np.float32), wanted.astype(np.float32)), name
+            expected = expected.astype(DTYPES[type_name])
+        assert leaf.dtype == (expected.dtype if name in kept else np.float32)
+        assert np.array_equal(np.asarray(leaf, np.float32), expected.astype(np.float32)), name
 
 
 @needs_calls
@@ -221,8 +221,8 @@ def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) 
             is_quantized = name.startswith("decoder.1.")
             assert isinstance(leaf, QuantizedTensor) == is_quantized
             assert is_quantized or leaf.dtype == jnp.bfloat16
-    wanted = open_model("smollm2", **PLAIN).logits([IDS])[0]
-    np.testing.assert_allclose(llm.logits([IDS])[0], wanted, rtol=0, atol=0.2)
+    expected = open_model("smollm2", **PLAIN).logits([IDS])[0]
+    np.testing.assert_allclose(llm.logits([IDS])[0], expected, rtol=0, atol=0.2)
 
 
 @needs_calls
