@@ -107,7 +107,7 @@ def _check_tokens(opened: Opened, draft: Opened, source: str) -> None:
     sizes = [model.spec.dims["vocab"] for model in (opened, draft)]
     if (opened.tokenizer is None) != (draft.tokenizer is None):
         whose = source if draft.tokenizer is None else "the model"
-        raise SpecError(path, KEY, f"{whose} has no tokenizer, so nobody knows if {source} fits")
+        raise SpecError(path, KEY, f"{whose} has no tokenizer, so {source} cannot be compared")
     if opened.tokenizer is None or draft.tokenizer is None:
         if sizes[0] != sizes[1]:
             reason = f"{source} has {sizes[1]} tokens, and the model {sizes[0]}; take another draft"

@@ -68,7 +68,7 @@ def outliers(llm: LLM, prompt: Prompt) -> View:
 
 
 def largest(values: Float[np.ndarray, "tokens width"]) -> Outlier:
-    """The value that stands out most from its own vector."""
+    """The value with the largest ratio to the root mean square of its vector."""
     size = np.abs(values)
     ratios = size.max(axis=1) / np.maximum(np.sqrt((values.astype(np.float64) ** 2).mean(1)), 1e-30)
     token = int(np.argmax(ratios))

@@ -41,7 +41,7 @@ def test_gptq_lowers_the_error_of_outputs(name: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["q3", pytest.param("q3.5_sym", marks=pytest.mark.soak)])
-def test_every_column_is_what_the_equation_says(name: str, way: Any) -> None:
+def test_every_column_follows_the_gptq_equation(name: str, way: Any) -> None:
     """The update of every column by itself, with the inverse of H shrinking as columns are done."""
     (weight, x), format = correlated(1), parse_format(name)
     H = (x.T @ x).astype(np.float64)

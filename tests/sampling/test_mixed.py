@@ -242,7 +242,7 @@ def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) -> None:
+def test_custom_call_chooses_as_xla(kind: str, isa: Isa, both_ways: str) -> None:
     if both_ways == "xla":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
@@ -257,7 +257,7 @@ def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_with_its_kernels_chooses_what_xla_chooses(kind: str, both_ways: str) -> None:
+def test_gpu_kernels_choose_as_xla(kind: str, both_ways: str) -> None:
     if both_ways == "call":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows

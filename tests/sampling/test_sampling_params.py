@@ -225,7 +225,7 @@ def test_every_sampler_has_a_function() -> None:
     ],
     ids=str,
 )
-def test_a_strategy_sets_what_is_not_given(fields: dict[str, Any], set_: dict[str, Any]) -> None:
+def test_strategy_sets_defaults(fields: dict[str, Any], set_: dict[str, Any]) -> None:
     made = params(**fields)
     assert {name: getattr(made, name) for name in set_} == set_
     whole = {name: getattr(made, name) for name in (*set_, "strategy")}

@@ -58,11 +58,11 @@ def test_a_lookup_branches_where_the_text_went_on_differently() -> None:
     assert [tree.tokens[node] for node in range(len(tree)) if tree.parents[node] == -1] == [8, 7]
 
 
-def test_a_lookup_repeats_what_repeats() -> None:
+def test_prompt_lookup_repeats_a_repetition() -> None:
     assert drafted(PromptLookup(), sequence([4, 5, 6, 5, 6]), 5).tokens == (5, 6, 5, 6, 5)
 
 
-def test_a_lookup_knows_nothing_new() -> None:
+def test_prompt_lookup_drafts_no_new_text() -> None:
     assert not len(drafted(PromptLookup(), sequence([1, 2, 3, 4])))
 
 
@@ -185,7 +185,7 @@ def test_two_drafts_merged_accept_at_least_as_much(stories: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line(keys: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_one_line_errors(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as error:
         LLM(STORIES, **keys)
     assert message in str(error.value)

@@ -152,7 +152,7 @@ def test_explained(capfd: Any) -> None:
     assert main([*requested, "--json", "--explain-speculation"]) == 2
 
 
-def test_what_was_drafted_is_there_to_be_seen() -> None:
+def test_drafted_tokens_are_reported() -> None:
     """The trees of an answer: their accepted tokens are the answer's, and they are drawn."""
     keys: dict[str, Any] = {"engine.context": 256}
     with LLM(STORIES, **keys) as llm:

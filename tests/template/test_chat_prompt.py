@@ -113,7 +113,7 @@ def test_a_template_that_drops_the_words_is_refused(
         conversation.encode(tokenizer(), messages)
 
 
-def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
+def test_fallback_template_is_used_without_an_own_template(tmp_path: Path) -> None:
     assert written({}, tmp_path) == (False, "")
     assert written({"fallback": f"fallback {SAYS}"}, tmp_path) == (True, "fallback Hi")
     all_of_them = "{% for m in messages %}{{ m.content }}{% endfor %}?"
@@ -165,14 +165,14 @@ def test_text_around_a_hidden_token_keeps_its_ids(kind: str) -> None:
     assert marked[-tail:] == usual[-tail:]
 
 
-def test_names_that_hiding_makes_and_marks_that_are_given() -> None:
+def test_placeholders_in_the_users_text() -> None:
     found = tokenizer()
     end, id = list(found.special.control.items())[-1]
     for words in (end[:-1] + end, end[0] + end + end[1:], MARK + end, end[0] + MARK + end[1:]):
         assert id not in encoded(found, "{{ messages[0].content }}", words)
 
 
-def test_a_template_that_looks_at_the_words_has_them_as_they_are() -> None:
+def test_template_that_inspects_text_gets_it_unchanged() -> None:
     """Where hiding would change what it says, special tokens count, as they do without hiding."""
     found = tokenizer()
     end, id = list(found.special.control.items())[-1]
@@ -182,7 +182,7 @@ def test_a_template_that_looks_at_the_words_has_them_as_they_are() -> None:
     assert id in ids
 
 
-def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
+def test_ordinary_conversations_keep_their_tokens() -> None:
     expected = json.loads((GOLDENS / "tok_chat/expected.json").read_text("utf-8"))
     cases = [case for case in expected["cases"] if case["error"] is None]
     assert len(cases) + sum(case["error"] is not None for case in expected["cases"]) == 186

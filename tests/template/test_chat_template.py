@@ -133,7 +133,7 @@ def test_failures(source: str, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_python_says_nothing_about_a_template() -> None:
+def test_python_warnings_of_a_template_are_silent() -> None:
     """Warnings are errors here: compiled as Python, this one is warned of."""
     with pytest.raises(TemplateError, match="TypeError: 'int' object is not subscr"):
         render("{{ 1[2:] }}")

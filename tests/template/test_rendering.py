@@ -125,7 +125,7 @@ THINKING = CHATML.replace(
         (THINKING, "Hm", "Hm"),
     ],
 )
-def test_what_templates_change_in_an_answer_that_goes_on(
+def test_templates_change_a_continued_answer(
     template: str, stated: str, shown: str, found: Tokenizer
 ) -> None:
     messages = [USER, {"role": "assistant", "content": stated}]
@@ -133,7 +133,7 @@ def test_what_templates_change_in_an_answer_that_goes_on(
     assert text.rpartition("assistant\n")[2] == shown
 
 
-def test_an_answer_that_no_template_shows(found: Tokenizer) -> None:
+def test_answer_that_the_template_drops(found: Tokenizer) -> None:
     with pytest.raises(TemplateError, match="does not show the last message as it is"):
         talk("{{ messages[0].content }}").text(
             found, [USER, {"role": "assistant", "content": "I"}], continue_final_message=True
@@ -185,7 +185,7 @@ INDEXED = "Be brief.|How are you?|Well.|Good|"
         ),
     ],
 )
-def test_templates_that_want_parts(template: str, text: str, found: Tokenizer) -> None:
+def test_templates_that_need_content_parts(template: str, text: str, found: Tokenizer) -> None:
     stated = ["Be brief.", "How are you?", "Well.", "Good"]
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": r, "content": c} for r, c in zip(roles, stated, strict=True)]

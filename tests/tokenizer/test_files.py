@@ -161,7 +161,7 @@ def test_an_added_word_is_its_letters(tmp_path: Path) -> None:
     assert found.decode(ids, skip_special=False) == text
 
 
-def test_an_id_of_a_token_that_the_vocabulary_contradicts(
+def test_token_id_that_differs_from_the_vocabulary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The vocabulary's counts, as in transformers."""

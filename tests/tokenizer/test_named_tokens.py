@@ -114,7 +114,7 @@ def load(folder: Path, config: Config) -> HuggingFaceTokenizer:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_left_without_special_tokens(tmp_path: Path, case: str) -> None:
+def test_text_without_special_tokens(tmp_path: Path, case: str) -> None:
     config, left = CASES[case]
     tokenizer = load(tmp_path, config)
     ids = [0, *range(FIRST, FIRST + len(WORDS)), 1]

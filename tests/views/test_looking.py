@@ -37,7 +37,7 @@ def test_tokens_have_their_scores(llm: LLM) -> None:
         views.tokens(llm, IDS, top=21)
 
 
-def test_memory_is_what_there_is(llm: LLM) -> None:
+def test_memory_view_counts_weights_and_cache(llm: LLM) -> None:
     table = views.memory(llm).table()
     sizes = dict(zip(table["name"], table["bytes"], strict=True))
     own = {name: llm.weights[name].nbytes for name in llm.weights}
@@ -114,7 +114,7 @@ def test_the_head_alone_is_the_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["granite4_h_tiny", "minicpm", "olmo2"])
-def test_an_attribution_is_of_what_is_added(name: str) -> None:
+def test_attributions_sum_to_the_logit(name: str) -> None:
     """With factors and norms of branches: contributions explain all, heads their attention."""
     with opened(name) as llm:
         assert llm.spec.decoder is not None
@@ -135,7 +135,7 @@ def test_an_attribution_is_of_what_is_added(name: str) -> None:
         np.testing.assert_allclose(heads, attn, atol=1e-5)
 
 
-def test_a_lens_ends_with_what_the_model_says(llm: LLM) -> None:
+def test_last_layer_of_the_lens_is_the_models_output(llm: LLM) -> None:
     table = views.logit_lens(llm, IDS, top=2).table()
     likeliest = table["predicted"][::2][-len(IDS) :]
     assert likeliest == [f"[{id}]" for id in llm.logits([IDS])[0].argmax(-1)]
@@ -171,10 +171,10 @@ def test_experts_are_counted() -> None:
         assert len(chosen) == len(IDS) * 2
 
 
-def test_what_a_model_has_not_is_a_line(llm: LLM) -> None:
+def test_missing_parts_of_a_model_are_one_line_errors(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no mixture of experts, so there is no router"):
         views.router_loads(llm, IDS)
-    with pytest.raises(RequestError, match="nobody drafts for this model; open it with"):
+    with pytest.raises(RequestError, match="this model has no draft source; open it with"):
         views.speculation(llm, IDS)
     with pytest.raises(RequestError, match="a view is of an LLM, not of str; open the"):
         views.strategies("llama2", IDS)  # type: ignore[arg-type]

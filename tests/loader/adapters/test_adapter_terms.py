@@ -104,7 +104,9 @@ def test_codes_and_factors() -> None:
         ("float32", 1e6, None),
     ],
 )
-def test_numbers_that_are_too_large(dtype: str, factor: float, helps: str | None) -> None:
+def test_terms_too_large_for_the_dtype_are_refused(
+    dtype: str, factor: float, helps: str | None
+) -> None:
     """Each error says what helps, which then does."""
     b = np.ones((24, 2), np.float32) * np.float32(factor)
     before = {f"q.lora_{side}": np.zeros((2, 4, n), dtype) for side, n in (("a", 40), ("b", 24))}
@@ -116,7 +118,7 @@ def test_numbers_that_are_too_large(dtype: str, factor: float, helps: str | None
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, 3e38])
-def test_numbers_that_are_not_there(number: float, tmp_path: Path) -> None:
+def test_nonfinite_terms_are_refused(number: float, tmp_path: Path) -> None:
     """Not finite in the file: no setting helps; nor where they become so by its scale."""
     path = write_adapter(tmp_path / "poet", 2, 1, lora_alpha=64)
     file = path / "adapter_model.safetensors"

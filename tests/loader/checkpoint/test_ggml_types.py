@@ -114,7 +114,7 @@ def test_big_endian_blocks(name: str) -> None:
     np.testing.assert_array_equal(swapped, expected.reshape(-1))
 
 
-def test_scale_fields_are_those_that_scale() -> None:
+def test_scale_fields_scale_the_values() -> None:
     """Doubling every float16 field named for the byte swap doubles every value."""
     for name, offsets in ggml_types._HALVES.items():
         if not offsets:

@@ -54,7 +54,7 @@ from tests.loader.checkpoint.converting import (
         ("deepseek_v2", {"weights": "q4", **SMALL}),
     ],
 )
-def test_what_is_loaded_is_what_the_source_gives(
+def test_converted_checkpoint_equals_its_source(
     source: str, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     path, out = GOLDENS / source, tmp_path / "out"

@@ -91,7 +91,7 @@ def test_empty_file(tmp_path: Path, suffix: str) -> None:
         open_checkpoint(path)
 
 
-def test_what_is_not_a_file(tmp_path: Path) -> None:
+def test_path_that_is_no_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, reason in (
@@ -180,7 +180,7 @@ def test_two_sets_are_ambiguous(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_error_of_an_empty_folder_lists_searched_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json.*pytorch_model"):
         open_checkpoint(tmp_path)

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
         ("llama2c_v0_tied/model.bin", {"weights": "q8", **SMALL}),
     ],
 )
-def test_what_is_loaded_is_what_the_source_gives(
+def test_converted_checkpoint_equals_its_source(
     source: str, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

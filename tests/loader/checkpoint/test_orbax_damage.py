@@ -167,7 +167,7 @@ def test_files_that_are_changed(name: str, converted: Path, tmp_path: Path) -> N
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_what_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its errors become one line; of some, it only says that it has found nothing."""
     api = orbax_api(converted)
 

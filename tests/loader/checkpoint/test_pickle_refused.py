@@ -336,6 +336,6 @@ def test_colliding_keys_are_no_slower(tmp_path: Path) -> None:
     assert time.process_time() - start < 5  # a dict takes minutes
 
 
-def test_what_to_do_about_tensors_of_a_quantizer(tmp_path: Path) -> None:
+def test_advice_for_tensors_of_a_quantizer(tmp_path: Path) -> None:
     body = b"ctorch._utils\n_rebuild_wrapper_subclass\n"
     refuse(tmp_path, zip_file(dict_of(w=body)), r"a quantizer's own class.*save the model with saf")

@@ -37,7 +37,7 @@ def stored(case: Case, seed: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
+def test_weights_equal_the_layouts_definition(tmp_path: Path, name: str) -> None:
     """Decoded values are exact; kept codes are exact within the reported error."""
     case = CASES[name]
     arrays, weights = stored(case)

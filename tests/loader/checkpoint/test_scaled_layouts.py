@@ -163,7 +163,7 @@ def test_other_tensors_stay_as_they_are(tmp_path: Path) -> None:
     assert decode_scaled(checkpoint, None) == checkpoint
 
 
-def test_what_a_decoded_tensor_says_of_itself(tmp_path: Path) -> None:
+def test_fields_of_a_decoded_tensor(tmp_path: Path) -> None:
     """Type and bytes are those of the file."""
     arrays = {
         "x": bytes_of(8, 8).view(FP8),

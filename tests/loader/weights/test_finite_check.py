@@ -105,7 +105,7 @@ def test_several_tensors_are_one_line(
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
-def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method: str) -> None:
+def test_nonfinite_weights_cannot_be_quantized(changed: Callable[..., Path], method: str) -> None:
     folder = changed(broken(DOWN))
     settings: dict[str, Any] = {"quantization.weights": "q4", "quantization.method": method}
     settings["quantization.threshold"] = 0
@@ -116,7 +116,7 @@ def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method
     assert text.endswith('[{ match = "decoder.1.ffn.down.weight", weights = "plain" }]')
 
 
-def test_the_advice_of_that_error_loads(
+def test_advice_of_the_nonfinite_error_loads(
     changed: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = [{"match": "decoder.1.ffn.down.weight", "weights": "plain"}]

@@ -48,7 +48,7 @@ def stop(*_: Any, **__: Any) -> None:
     raise AssertionError("this is not to be done again")
 
 
-def test_the_second_start_maps_what_was_kept(
+def test_second_start_maps_the_cache_entry(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = leaves(MODEL, **FED)

@@ -84,7 +84,7 @@ def test_the_walk_is_the_forward_pass(name: str) -> None:
     np.testing.assert_allclose(hidden, np.stack(llm.hidden(ids.tolist())), rtol=1e-5, atol=1e-5)
 
 
-def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
+def test_layers_are_quantized_for_outputs_of_quantized_layers() -> None:
     """Every matrix is what feedback makes of the products that a plain walk finds for it."""
     of = opened("llama2")
     storages, read = of.storages("q3"), texts(of)

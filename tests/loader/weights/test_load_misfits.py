@@ -28,7 +28,7 @@ def test_a_missing_tensor_with_alternatives() -> None:
     assert error_of(file).startswith("no tensor final_norm.weight or norm.weight, which decoder.")
 
 
-def test_a_parameter_that_the_specification_does_not_name() -> None:
+def test_parameter_without_a_name_in_the_specification() -> None:
     abstract, names = model()
     entries = tuple(entry for entry in names.entries if entry[0] != "logits")
     with pytest.raises(LoadError, match=r"^made-up: .*\[tensors\] has no name for logits.weight"):

@@ -64,7 +64,7 @@ def stop(*_: Any, **__: Any) -> None:
         ("gguf_llama_mixed", {"weights": "q2"}),
     ],
 )
-def test_the_second_start_maps_what_was_kept(
+def test_second_start_maps_the_cache_entry(
     name: str,
     keys: dict[str, Any],
     cache: Path,
@@ -188,7 +188,7 @@ def test_where_feedback_would_take_too_long(
     check_equal(leaves(MODEL, **Q4 | {"method": "auto"}), first)
 
 
-def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
+def test_parameters_placed_one_by_one(cache: Path) -> None:
     keys = {f"quantization.{key}": value for key, value in Q4.items()}
     opened = open_model(GOLDENS / "gemma", {"dtype": "float32", **keys})
     model = build_abstract_model(opened.spec, "float32")

@@ -59,7 +59,7 @@ def types(llm: LLM, *roles: str) -> set[str]:
         ("gguf_phi2", "float16"),
     ],
 )
-def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
+def test_16_bit_weights_give_the_results_of_full_weights(name: str, type: str) -> None:
     kept, plain = open_model(name), open_model(name, **PLAIN)
     assert types(kept, "matrix", "table", "head") == {type}
     assert types(kept, "plain") == {"float32"}
@@ -70,7 +70,7 @@ def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
 
 @needs_calls
 @pytest.mark.parametrize("name", ["smollm2", "mixtral", "llama2"])
-def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
+def test_activations_are_rounded_if_faster(name: str) -> None:
     """To the type of the weights, or to integers; not if full numbers are requested."""
     jax.clear_caches()
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
@@ -100,7 +100,7 @@ def test_short_prompts_in_bf16_are_those_of_8_bits(keys: dict[str, Any]) -> None
 
 @needs_calls
 @pytest.mark.parametrize("name", ["llama2", "gguf_phi2"])
-def test_whole_numbers_where_they_are_faster(name: str) -> None:
+def test_f16_as_integers_if_faster(name: str) -> None:
     with lowered_isa("avx2"):
         llm = open_model(name, dtype="auto")
         quantized = [
@@ -118,7 +118,7 @@ def test_whole_numbers_where_they_are_faster(name: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"dtype": "bfloat16"}, {"quantization.activations": "int16"}, PLAIN]
 )
-def test_whole_numbers_are_for_products_in_float32_that_may_round(settings: dict[str, str]) -> None:
+def test_f16_as_integers_need_rounded_float32_products(settings: dict[str, str]) -> None:
     with lowered_isa("avx2"):
         assert types(open_model("llama2", **{"dtype": "auto", **settings}), "matrix")
 
@@ -144,7 +144,7 @@ def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
     jax.clear_caches()
 
 
-def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_weights_need_the_custom_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jinfer.loader.weights.storage_plan.reads_16_bit_weights", lambda: False)
     assert types(open_model("llama2"), "matrix", "table", "head") == {"float32"}
 
@@ -205,7 +205,7 @@ def test_bits_are_taken_as_they_are(type_name: str) -> None:
 
 
 @needs_calls
-def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) -> None:
+def test_converted_checkpoint_keeps_unquantized_types(tmp_path: Path) -> None:
     rules = '[{ match = "decoder.1.*", weights = "q8" }]'
     options = ["--set", f"quantization.rules={rules}", "--set", "quantization.threshold=0"]
     assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0

@@ -107,7 +107,7 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.runner.parameters)
 
 
-def test_quantized_parameters_take_the_memory_that_they_should() -> None:
+def test_memory_of_quantized_parameters() -> None:
     opened = open_model(MODEL, {"quantization.weights": "q4", "quantization.threshold": 0})
     model = build_abstract_model(opened.spec, "float32")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
