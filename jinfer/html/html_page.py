@@ -19,6 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+COLOUR = (217, 95, 2)  # red, green and blue of `matrix_png`
 GAMMA = 0.5  # of opacity: small values are visible; `LIVE` inverts it
 
 # Elements with `data-keys` (number of columns, or 0 for a text) have items with titles: Tab reaches
@@ -189,9 +190,7 @@ def picture(content: str, width: int, height: int) -> str:
     )
 
 
-def matrix_png(
-    values: Float[np.ndarray, "rows columns"], colour: tuple[int, int, int] = (217, 95, 2)
-) -> bytes:
+def matrix_png(values: Float[np.ndarray, "rows columns"]) -> bytes:
     """A PNG with a pixel for each value, from 0 (transparent) to 1 (opaque)."""
     codes = np.round(255 * np.clip(np.nan_to_num(values), 0, 1)).astype(np.uint8)
     rows, columns = codes.shape
@@ -201,7 +200,7 @@ def matrix_png(
     return b"".join(
         _chunks(
             (b"IHDR", struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)),
-            (b"PLTE", bytes(colour) * 256),
+            (b"PLTE", bytes(COLOUR) * 256),
             (b"tRNS", opacity.tobytes()),
             (b"IDAT", zlib.compress(lines.tobytes(), 9)),
             (b"IEND", b""),

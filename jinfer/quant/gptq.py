@@ -132,7 +132,6 @@ def quantize_gptq(
     format: QuantFormat,
     *,
     exact: np.ndarray | None = None,
-    damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """Finds codes, scales and bases with a small error of the layer's output.
 
@@ -150,7 +149,7 @@ def quantize_gptq(
     """
     outputs, inputs = values.shape
     block = format.block
-    upper, places = factor_hessian(hessian, inputs, block, damping)
+    upper, places = factor_hessian(hessian, inputs, block)
     real, padded = places < inputs, len(places)
     # The smaller R_ii, the less its error costs, as other columns compensate.
     diagonal = np.diag(upper)
@@ -249,7 +248,7 @@ def _without(block: Array, kept: Array) -> Array:
     return jnp.where(kept, others[None], block)
 
 
-def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float) -> HessianFactor:
+def factor_hessian(hessian: np.ndarray, inputs: int, block: int) -> HessianFactor:
     """Returns the factor R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
@@ -269,12 +268,12 @@ def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float)
     at = np.flatnonzero(places < inputs)
     order = places[at]
     H = H[np.ix_(order, order)]
-    H[np.diag_indices(inputs)] += damping * mean
+    H[np.diag_indices(inputs)] += DAMPING * mean
     try:
         R = cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            "the inputs' products are not positive definite; raise the damping"
+            "the inputs' products are not positive definite; calibrate with more text"
         ) from error
     upper = np.eye(len(padded))
     upper[np.ix_(at, at)] = R
@@ -292,7 +291,6 @@ def descend(
     base: np.ndarray | None,
     format: QuantFormat,
     *,
-    damping: float,
     outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Improves codes, scales and bases by coordinate descent.
@@ -301,7 +299,6 @@ def descend(
         values: float32 [outputs, inputs].
         hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
         codes, scale, base: uint8 [outputs, blocks, block], float16 [outputs, blocks] twice.
-        damping: as for `quantize_gptq`.
         outliers: float32 [outputs, inputs], the outliers that are stored exactly, NaN elsewhere.
 
     Returns:
@@ -309,7 +306,7 @@ def descend(
     """
     (outputs, inputs), block = values.shape, format.block
     missing = -inputs % block
-    H = np.pad(damped_hessian(hessian, damping), (0, missing))
+    H = np.pad(damped_hessian(hessian), (0, missing))
     H[range(inputs, len(H)), range(inputs, len(H))] = 1
     products = jnp.asarray(H.reshape(-1, block, len(H)))
 
@@ -327,10 +324,10 @@ def descend(
     return split_into_blocks(whole, block), found[0], None if base is None else found[1]
 
 
-def damped_hessian(hessian: np.ndarray, damping: float) -> np.ndarray:
+def damped_hessian(hessian: np.ndarray) -> np.ndarray:
     """Damps the Hessian of the loss, float32."""
     H = hessian / np.diag(hessian).mean()
-    H[np.diag_indices(len(H))] += damping
+    H[np.diag_indices(len(H))] += DAMPING
     return H.astype(np.float32)
 
 

@@ -229,13 +229,13 @@ def _choose(
 
             return _QuantizedMatrix(*search_scales(values, format, importance))
         case "gptq":
-            from jinfer.quant.gptq import DAMPING, descend, quantize_gptq
+            from jinfer.quant.gptq import descend, quantize_gptq
 
             assert hessian is not None
             codes, scale, base, moved = quantize_gptq(values, hessian, format, exact=exact)
             kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))
             start = (values, hessian, codes, scale, base, format)
-            better = descend(*start, damping=DAMPING, outliers=kept)
+            better = descend(*start, outliers=kept)
             return _QuantizedMatrix(*better, moved)
 
 

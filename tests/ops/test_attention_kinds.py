@@ -21,11 +21,12 @@ from jinfer.ops.attention.kv_cache import (
     zero_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference, extend
+from jinfer.ops.attention.paged_attention import attend, extend
 from jinfer.ops.attention.xla import attend_xla, extend_xla
 from jinfer.quant_format import FORMATS, parse_cache_dtype
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import (
     SCALE,
     Run,

@@ -21,8 +21,9 @@ from jinfer.ops.attention.kv_cache import (
     zero_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference
+from jinfer.ops.attention.paged_attention import attend
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import Run, placed, tables_of
 
 BLOCKS, KV_HEADS, HEAD_DIM = 6, 2, 8

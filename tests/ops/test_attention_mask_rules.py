@@ -11,12 +11,11 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import (
     attend,
-    attend_reference,
     attend_text,
-    attend_text_reference,
 )
 from jinfer.ops.attention.xla import attend_text_xla, attend_xla
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference, attend_text_reference
 from tests.ops.paged import SCALE, Run, attended, expected, f32, filled, placed, random, tables_of
 from tests.reference.numpy_blocks import Floats
 

@@ -14,9 +14,10 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention import xla
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference
+from jinfer.ops.attention.paged_attention import attend
 from jinfer.ops.attention.xla import PartialSoftmax, _partial, attend_xla, merge_softmax
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, sequences, tables_of
 from tests.ops.paged import filled as filled_pool
 from tests.reference.numpy_blocks import Floats

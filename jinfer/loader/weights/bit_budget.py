@@ -33,7 +33,7 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.progress import Task, task
 from jinfer.quant.calibration_stats import InputStats, RecordedWeight, record_inputs
-from jinfer.quant.gptq import DAMPING, factor_hessian
+from jinfer.quant.gptq import factor_hessian
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import split_into_blocks
 from jinfer.quant_format import QuantFormat
@@ -279,7 +279,7 @@ def _whitening(inputs: InputStats) -> _Whiten:
     for index in np.ndindex(inputs.rows.shape):
         if inputs.rows[index]:
             size = inputs.mean.shape[-1]
-            upper, places = factor_hessian(inputs.mean[index], size, 1, DAMPING)
+            upper, places = factor_hessian(inputs.mean[index], size, 1)
             factors.append((index, jnp.asarray(upper, jnp.float32), jnp.asarray(places)))
 
     def squares(gradient: Array) -> Array:

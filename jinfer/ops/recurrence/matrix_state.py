@@ -190,19 +190,11 @@ def linear_attention(
     """Linear attention: S = exp(-slope) S + k v; the output is q S. All float32.
 
     Args:
-        slopes: at least 0; see `lightning_slopes`.
+        slopes: at least 0, one for each head.
         table: may be donated.
     """
     log_decay = jnp.broadcast_to(-slopes[None], v.shape[:2])
     return matrix_scan(MatrixInputs(q, k, v, log_decay), table, runs)
-
-
-def lightning_slopes(heads: int, layer: int, layers: int) -> list[float]:
-    """Returns each head's slope in a layer (MiniMax-Text-01); later layers decay more slowly."""
-    return [
-        2.0 ** (-8.0 * (head + 1) / heads) * (1.0 - layer / (layers - 1 + 1e-5) + 1e-5)
-        for head in range(heads)
-    ]
 
 
 def ssd(

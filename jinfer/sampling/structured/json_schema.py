@@ -277,9 +277,9 @@ def _merges(schema: dict[str, Any]) -> bool:
     return sum(map(len, combinators)) + bool(schema.keys() & _TOGETHER) > 1
 
 
-def subschemas(schema: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
+def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yields (JSON pointer, schema) of a schema and its parts, each before its own parts."""
-    waiting = [(pointer, schema)]
+    waiting = [("", schema)]
     while waiting:
         pointer, part = waiting.pop()
         yield pointer, part
