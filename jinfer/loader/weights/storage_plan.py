@@ -21,7 +21,7 @@ from jinfer.loader.weights.grouped_blocks import (
     grouped_tensor,
     kept_blocks,
 )
-from jinfer.loader.weights.tensor_mapping import Origin, Shapes
+from jinfer.loader.weights.tensor_mapping import Origin, Shapes, parameter_shapes
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import (
     AUTO,
@@ -193,7 +193,7 @@ def with_fp8(
     model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
 ) -> AbstractModel:
     """The model with those matrices in FP8 that the checkpoint has so."""
-    shapes = {name: p.shape for name, p in zip(model.names, model.parameters, strict=True)}
+    shapes = parameter_shapes(model)
 
     def kept(name: str, parameter: Any, role: Role) -> Any:
         if role == "plain" or name in model.normalized or _word(spec, name, role) != AUTO:
@@ -265,7 +265,7 @@ def choose_storages(
     """
     storages, used, open_names = {}, set[RuleSpec](), list[str]()
     method: Method = "rtn" if spec.method == "rtn" else "mse"
-    shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+    shapes = parameter_shapes(model)
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":
             continue
