@@ -1,4 +1,4 @@
-"""HTML pages: a view as a notebook's output, as a document, and as an SVG image.
+"""HTML pages, tables and pictures: a view as a notebook's output, a document, and an SVG image.
 
 Nothing is fetched: a page's own policy forbids it. Colours are those of the server's page. They
 follow the system's setting, or a notebook's own (JupyterLab and Notebook, VS Code, Colab). A view
@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -218,3 +218,36 @@ def _chunks(*parts: tuple[bytes, bytes]) -> Iterator[bytes]:
     for name, content in parts:
         checked = name + content
         yield struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+_TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0"
+
+
+def table_html(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; numbers are right-aligned and rounded: 1e-05, not 9.99999975e-06."""
+
+    def cells(row: Sequence[Any], tag: str) -> str:
+        sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]
+        return "".join(
+            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(rounded(cell))}</{tag}>'
+            for cell, side in zip(row, sides, strict=True)
+        )
+
+    lines = [f"<tr>{cells(heads, 'th')}</tr>", *(f"<tr>{cells(row, 'td')}</tr>" for row in rows)]
+    return f'<table style="{_TABLE}">{"".join(lines)}</table>'
+
+
+def rounded(cell: Any) -> str:
+    """A cell's text; a float in float32's precision."""
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def details_html(title: str, content: str, heading: str = "") -> str:
+    """A collapsible section, perhaps below a heading.
+
+    Args:
+        title, heading: plain text.
+        content: HTML.
+    """
+    details = f"<details><summary>{escape(title)}</summary>{content}</details>"
+    return f"<div><p><b>{escape(heading)}</b></p>{details}</div>" if heading else details

@@ -7,8 +7,8 @@ WITHOUT = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it fails
 import kernels_pallas
-from jinfer.ops import gpu_backend as kernels
-print(kernels.selected_backend())
+from jinfer.ops.backend import selected_backend
+print(selected_backend())
 """
 
 

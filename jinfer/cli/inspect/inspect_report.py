@@ -16,7 +16,7 @@ from jinfer.cli.inspect.match_checkpoint import (
 from jinfer.cli.propose.checkpoint_layers import NUMBER, is_ignorable, leaf_of, module_name
 from jinfer.cli.propose.propose_spec import IRRELEVANT, propose_spec
 from jinfer.cli.propose.tensor_roles import roles_of
-from jinfer.html.html_table import rounded, table_html
+from jinfer.html.html_page import rounded, table_html
 from jinfer.loader.checkpoint import Tensor
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text

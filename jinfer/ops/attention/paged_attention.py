@@ -21,7 +21,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.cpu import attention_call as custom
-from jinfer.ops import gpu_backend
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
 from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules
@@ -32,7 +31,7 @@ from jinfer.ops.attention.xla import (
     attend_xla,
     extend_xla,
 )
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, fuses_prologue
 from jinfer.quant.kv_vectors import QuantizedVectors
 from jinfer.quant_format import FLOAT_DTYPES
 
@@ -46,7 +45,7 @@ WRITE_KV.multiple_results = True
 def has_write_kernel(cache: LayerCache) -> bool:
     """Whether a kernel supports this cache here."""
     plain = isinstance(cache.keys, Array) and isinstance(cache.values, Array)
-    return plain and gpu_backend.fuses_prologue()
+    return plain and fuses_prologue()
 
 
 def write_kv(
