@@ -8,9 +8,8 @@ kernel without a GPU.
 
 import warnings
 
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
-from kernels_pallas.attention.paged_attention import attend
+from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers, attend
 from kernels_pallas.matmul.grouped import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
-from kernels_pallas.attention.paged_attention import attend
+from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers, attend
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
 

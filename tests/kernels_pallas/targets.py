@@ -11,9 +11,13 @@ import jax.numpy as jnp
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
-from kernels_pallas.attention.paged_attention import attend, attend_partial
+from kernels_pallas.attention.paged_attention import (
+    QueryBatch,
+    ScoreModifiers,
+    attend,
+    attend_partial,
+)
 from kernels_pallas.attention.write_kv import HeadVectors, Rotation, WriteSlots, write_kv
 from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from jinfer.ops.attention.mask_rules import ScoreRules
-    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
     from kernels_pallas.attention.kv_layout import PackedKV
+    from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers
 
 
 def kernel_supports(keys: KVPool, values: KVPool | None) -> bool:
@@ -77,7 +77,7 @@ def _kernel_operands(
     rules: ScoreRules,
 ) -> tuple[Array, PackedKV, PackedKV | None, QueryBatch, ScoreModifiers]:
     """The kernel's operands."""
-    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+    from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers
 
     low = jnp.zeros_like(at.positions)
     if rules.window is not None:
