@@ -83,8 +83,8 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     made = endpoint.response_model
     schema = {} if made is None else reference(made)
     content: dict[str, Any] = {endpoint.media_type: {"schema": schema}}
-    if endpoint.stream_media_type:
-        content.setdefault(endpoint.stream_media_type.partition(";")[0], {"schema": {}})
+    if endpoint.stream:
+        content.setdefault(endpoint.stream.partition(";")[0], {"schema": {}})
     error = {"application/json": {"schema": reference(endpoint.errors.schema)}}
     done = {"description": endpoint.summary, "content": content}
     responses: dict[str, Any] = {"200": done}

@@ -6,9 +6,12 @@ from typing import Any
 
 from pydantic import Field, RootModel
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+routes = Routes(tag="llama.cpp")
 
 
 class ModelChoice(RequestModel):
@@ -26,15 +29,17 @@ class Success(ResponseModel):
 _DONE = {"success": True}
 
 
+@routes.add("POST /models/load", Success)
 async def load_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Load or wake a model, and answer when it is loaded."""
+    """Load a model, or wake it."""
     model = await request.service.models.load(request.body.model)
     request.note(model=model.name)
     return HttpResponse(_DONE)
 
 
+@routes.add("POST /models/unload", Success)
 async def unload_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Unload a model once its requests have ended, and answer when it is unloaded."""
+    """Unload a model once its requests have ended."""
     models = request.service.models
     model = models.by_name(request.body.model)
     request.note(model=model.name)
@@ -55,8 +60,9 @@ class AdapterStates(RootModel[list[AdapterState]]):
     """The list of adapters."""
 
 
+@routes.add("GET /lora-adapters", AdapterStates)
 async def list_adapters(request: RequestContext[Any]) -> HttpResponse:
-    """List the adapters of the first model, with the numbers of `lora` in requests."""
+    """List the LoRA adapters of the first model."""
     async with request.service.models.use(None) as model:
         adapters = model.session.adapters
         listed = [

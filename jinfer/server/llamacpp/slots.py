@@ -12,6 +12,7 @@ from pydantic import Field, RootModel
 from jinfer.api.saved_cache import erase_slot, load_cache, save_cache
 from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -21,6 +22,8 @@ from jinfer.server.http.http_errors import (
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.query_params import query_value
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+routes = Routes(tag="llama.cpp")
 
 
 class SlotAction(RequestModel):
@@ -42,11 +45,24 @@ class SlotChange(ResponseModel):
     timings: dict[str, float] | None = None
 
 
+class SlotState(ResponseModel):
+    """A slot for a running sequence."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class SlotStates(RootModel[list[SlotState]]):
+    """The list of slots."""
+
+
 _LONGEST = 200  # characters of a file name
 
 
+@routes.add("POST /slots/{id}", SlotChange, query=("action", "model"))
 async def slot_action(request: RequestContext[SlotAction]) -> HttpResponse:
-    """Handle an action on a slot."""
+    """Save, restore or erase the cache of a slot."""
     folder = request.service.settings.slot_save_path
     if folder is None:
         reason = "the server does not save slots; serve with --slot-save-path"
@@ -108,8 +124,9 @@ def _restore(session: Session, path: Path, slot: int) -> dict[str, Any]:
     return {"n_restored": loaded.tokens, "n_read": loaded.nbytes, "timings": timings}
 
 
+@routes.add("GET /slots", SlotStates, query=("model",))
 async def slots(request: RequestContext[Any]) -> HttpResponse:
-    """Return the state of each slot, without prompts."""
+    """List the slots of a model."""
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         session = model.session
         running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
@@ -135,15 +152,3 @@ async def slots(request: RequestContext[Any]) -> HttpResponse:
                 }
             shown.append(state)
         return HttpResponse(shown)
-
-
-class SlotState(ResponseModel):
-    """A slot for a running sequence."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-
-
-class SlotStates(RootModel[list[SlotState]]):
-    """The list of slots."""

@@ -6,11 +6,14 @@ from typing import Any
 
 from pydantic import Field, RootModel
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
+from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
 from jinfer.server.http.query_params import last_event_id, query_value
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+routes = Routes(tag="llama.cpp")
 
 
 class StreamLookup(RequestModel):
@@ -35,8 +38,14 @@ class StreamStates(RootModel[list[StreamState]]):
     """The states of known streams."""
 
 
+@routes.add(
+    "GET /v1/stream",
+    stream=SSE_MEDIA_TYPE,
+    media_type=SSE_MEDIA_TYPE.partition(";")[0],
+    query=("conv_id", "from"),
+)
 async def resume(request: RequestContext[Any]) -> StreamedResponse:
-    """Read a stream again, from a byte or after an event."""
+    """Read a stream again that began with X-Conversation-Id."""
     stream = request.service.streams.find(_id(request))
     after, offset = last_event_id(request.http), query_value(request.http, "from")
     if after is None or offset is not None:
@@ -46,8 +55,9 @@ async def resume(request: RequestContext[Any]) -> StreamedResponse:
     return StreamedResponse(stream.read(place, skip, request.service.settings.ping))
 
 
+@routes.add("POST /v1/streams/lookup", StreamStates)
 async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
-    """Return the states of the streams of given conversations."""
+    """Look up such streams."""
     streams = request.service.streams.streams
     found = [
         stream for id in dict.fromkeys(request.body.conversation_ids) if (stream := streams.get(id))
@@ -66,8 +76,9 @@ async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
     )
 
 
+@routes.add("DELETE /v1/stream", query=("conv_id",), success=204)
 async def stop(request: RequestContext[Any]) -> HttpResponse:
-    """Stop and remove a stream; a missing stream is not an error."""
+    """Stop such a stream."""
     id, streams = _id(request), request.service.streams
     if id not in streams.streams:
         streams.forward(id)

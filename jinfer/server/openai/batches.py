@@ -6,13 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import ApiError, invalid_request
 from jinfer.server.http.http_responses import HttpResponse
-from jinfer.server.http.query_params import listed_page
+from jinfer.server.http.query_params import PAGE, listed_page
 from jinfer.server.openai.files import ExpiresAfter, file_store
 from jinfer.server.stores.batch_store import ENDED, BatchStore, shown
+
+routes = Routes(tag="OpenAI")
+_PATH = "/v1/batches/{batch_id}"
 
 BatchEndpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
@@ -66,8 +70,9 @@ class BatchList(base.ResponseModel):
     has_more: bool
 
 
+@routes.add("POST /v1/batches", BatchObject)
 async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
-    """Create a batch; it runs with low priority."""
+    """Answer a file of requests."""
     body, store = request.body, _store(request)
     file = store.files.get(body.input_file_id)
     if file is None:
@@ -86,11 +91,13 @@ async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
     return HttpResponse(shown(store.create(fields, 3600 * int(body.completion_window[:-1]))))
 
 
+@routes.add(f"GET {_PATH}", BatchObject)
 async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
-    """Return a batch."""
+    """Retrieve a batch."""
     return HttpResponse(shown(_batch(request)))
 
 
+@routes.add("GET /v1/batches", BatchList, query=PAGE)
 async def list_batches(request: RequestContext[Any]) -> HttpResponse:
     """List the batches."""
     return HttpResponse(
@@ -98,8 +105,9 @@ async def list_batches(request: RequestContext[Any]) -> HttpResponse:
     )
 
 
+@routes.add(f"POST {_PATH}/cancel", BatchObject)
 async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:
-    """Cancel a batch and keep its results; a finished batch is unchanged."""
+    """Cancel a batch."""
     batch = _batch(request)
     if batch["status"] not in (*ENDED, "finalizing", "cancelling"):
         _store(request).move(batch, "cancelling")

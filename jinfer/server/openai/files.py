@@ -11,14 +11,18 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field, PrivateAttr
 from starlette.requests import Request
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext, Service
 from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import ApiError, invalid_request
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
 from jinfer.server.http.multipart import MultipartParser, boundary_of
-from jinfer.server.http.query_params import MAX_LISTED, listed_page, query_value
+from jinfer.server.http.query_params import MAX_LISTED, PAGE, listed_page, query_value
 from jinfer.server.http.request_body import validated
 from jinfer.server.stores.file_store import FileStore, StoredFile
+
+routes = Routes(tag="OpenAI")
+_PATH = "/v1/files/{file_id}"
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 
@@ -149,8 +153,11 @@ def _values(parser: MultipartParser) -> dict[str, Any]:
     return values
 
 
+@routes.add(
+    "POST /v1/files", FileObject, reader=receive_upload, body_media_type="multipart/form-data"
+)
 async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
-    """Store an uploaded file."""
+    """Upload a file."""
     body, store = request.body, file_store(request.service)
     seconds = None if body.expires_after is None else body.expires_after.seconds
     try:
@@ -162,6 +169,7 @@ async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
     return HttpResponse(file.shown())
 
 
+@routes.add("GET /v1/files", FileList, query=("purpose", *PAGE))
 async def list_files(request: RequestContext[Any]) -> HttpResponse:
     """List the files."""
     purpose = query_value(request.http, "purpose")
@@ -173,13 +181,15 @@ async def list_files(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(listed_page(request.http, listed, MAX_LISTED))
 
 
+@routes.add(f"GET {_PATH}", FileObject)
 async def retrieve_file(request: RequestContext[Any]) -> HttpResponse:
     """Describe a file."""
     return HttpResponse(_file(request).shown())
 
 
+@routes.add(f"GET {_PATH}/content", media_type="application/octet-stream")
 async def file_content(request: RequestContext[Any]) -> StreamedResponse:
-    """Stream the content of a file."""
+    """Download a file."""
     path = file_store(request.service).path(_file(request).id)
     return StreamedResponse(_pieces(path, request.service), media_type="application/octet-stream")
 
@@ -191,8 +201,9 @@ async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
             yield piece
 
 
+@routes.add(f"DELETE {_PATH}", DeletedFile)
 async def delete_file(request: RequestContext[Any]) -> HttpResponse:
-    """Delete a file, unless an unfinished batch reads it."""
+    """Delete a file."""
     store, id = file_store(request.service), _file(request).id
     if (batch := request.service.batches and request.service.batches.reader_of(id)) is not None:
         raise invalid_request(f"{batch} reads it; cancel that first", "file_id")
