@@ -30,7 +30,7 @@ from jinfer.server.http.middleware import RequestMiddleware
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.model_manager import ModelManager
 from jinfer.server.models.model_registry import ModelRegistry
-from jinfer.server.openai.batch_runner import BatchRunner
+from jinfer.server.openai.batches import BatchRunner
 from jinfer.server.page.static_files import PAGE_TAG
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.stores.batch_store import BatchStore

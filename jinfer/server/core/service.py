@@ -33,8 +33,7 @@ from jinfer.server.models.model_manager import ModelManager
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.stores.batch_store import BatchStore
 from jinfer.server.stores.file_store import FileStore
-from jinfer.server.stores.response_jobs import ResponseJobs
-from jinfer.server.stores.response_store import ResponseStore
+from jinfer.server.stores.response_store import ResponseJobs, ResponseStore
 from jinfer.server.stores.resumable_streams import ResumableStreams
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

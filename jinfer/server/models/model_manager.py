@@ -17,9 +17,8 @@ from jinfer.engine.thread_pools import start_threads
 from jinfer.server.http import http_errors
 from jinfer.server.http.http_errors import ApiError, RunsElsewhereError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
-from jinfer.server.models.model_loading import examine
 from jinfer.server.models.model_registry import ModelRegistry
-from jinfer.server.models.model_residency import ModelResidency
+from jinfer.server.models.model_residency import ModelResidency, examine
 from jinfer.server.models.served_model import ServedModel
 
 _WORKERS = 4

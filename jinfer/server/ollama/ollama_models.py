@@ -21,7 +21,7 @@ from jinfer.server.http.http_errors import RunsElsewhereError, load_failed, unsu
 from jinfer.server.http.http_responses import HttpResponse, dumps
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails, opened_details
-from jinfer.server.models.model_loading import has_own_processes
+from jinfer.server.models.model_residency import has_own_processes
 from jinfer.server.models.model_worker import asked_process
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.ollama.ollama_api import OLLAMA_ERRORS, timestamp

@@ -42,8 +42,7 @@ from jinfer.server.openai.response_schemas import (
     ResponseObject,
     ResponseRequest,
 )
-from jinfer.server.stores.response_jobs import ResponseJob
-from jinfer.server.stores.response_store import UNFINISHED, StoredResponse
+from jinfer.server.stores.response_store import UNFINISHED, ResponseJob, StoredResponse
 from jinfer.server.tool_parsers.output_deltas import WholeCallsParser
 
 routes = Routes(tag="OpenAI")
@@ -85,7 +84,7 @@ async def create_response(
         job = ResponseJob(answering.id, answering.created_response(), response_input.listed())
         await request.service.response_jobs.start(job, answering.batches(), request.service.answers)
         if body.stream:
-            pieces = job.events(-1, request.service.settings.ping)
+            pieces = job.log.read(0, 0, request.service.settings.ping)
             return StreamedResponse(pieces, failed=failed_event)
         return HttpResponse(job.response)
     if body.stream:
@@ -362,7 +361,8 @@ async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedRespo
                 "only running and recent background responses can be streamed",
                 "stream",
             )
-        events = job.events(-1 if after is None else after, request.service.settings.ping)
+        place = 0 if after is None else after + 1
+        events = job.log.read(place, 0, request.service.settings.ping)
         return StreamedResponse(events, failed=failed_event)
     if after is not None:
         raise invalid_request("it needs stream=true", "starting_after")
