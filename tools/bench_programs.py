@@ -27,9 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.sampler_output import MAX_STEPS
@@ -46,7 +45,7 @@ from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 
-from .bench_kernels import check_gpu, copy_rate, matmul_rate, write
+from .bench_kernels import check_gpu, copy_rate, matmul_rate
 
 # Seconds in all and how often, by kernel.
 type Kernels = Mapping[str, tuple[float, float]]
@@ -329,37 +328,6 @@ def measure(
     return {**figures, "peak_bytes": peak, "programs": rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Times the programs of a model of a well-known shape on a GPU.",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
-    parser.add_argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS)
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        type=_format,
-        default=list(FORMATS),
-        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        type=_task,
-        default=list(TASKS),
-        help="programs: decode-N, sampled-N and prompt-N",
-    )
-    parser.add_argument("--kernels", action="store_true", help="also time each kernel")
-    return parser
-
-
 def _format(word: str) -> str:
     if word != "bf16" and word not in REPACKED_FORMATS:
         try:
@@ -377,7 +345,29 @@ def _task(word: str) -> str:
     return word
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Times the programs of a model of a well-known shape on a GPU.",
+    JSON,
+    argument("--shape", choices=SHAPES, default="llama3_8b"),
+    argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS),
+    argument(
+        "--formats",
+        nargs="+",
+        type=_format,
+        default=list(FORMATS),
+        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
+    ),
+    argument(
+        "--tasks",
+        nargs="+",
+        type=_task,
+        default=list(TASKS),
+        help="programs: decode-N, sampled-N and prompt-N",
+    ),
+    argument("--kernels", action="store_true", help="also time each kernel"),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.kernels:  # in command buffers the profiler may see no kernels
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
@@ -389,7 +379,7 @@ def _run(options: argparse.Namespace) -> int:
         shape=options.shape,
         slots=options.slots,
     )
-    write(options.json, result)
+    write_json(options.json, result)
     return 0
 
 

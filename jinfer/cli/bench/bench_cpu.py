@@ -22,10 +22,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jinfer import progress
+from jinfer.cli.bench.bench_figures import spread, spread_text, table
 from jinfer.cli.bench.engine_process import (
     OWN,
     PEER,
@@ -34,12 +36,12 @@ from jinfer.cli.bench.engine_process import (
     EngineUnderTest,
     TimedEngine,
 )
-from jinfer.cli.bench.llama_peer import answer_tasks, ask, command
+from jinfer.cli.bench.llama_peer import answer_tasks, ask
+from jinfer.cli.bench.llama_peer import command as peer_command
 from jinfer.cli.bench.machine_info import counters, machine, others, read_rate
 from jinfer.cli.perplexity import parse_flat
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, SET, command, write_json
+from jinfer.cli.terminal.argument_parser import argument, several
 from jinfer.cpu.cores import usable_cores
 from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.open_model import open_files
@@ -112,10 +114,7 @@ def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
     }
     return {
         "rates": {name: statistics.median(each) for name, each in rates.items()},
-        "ratios": {
-            name: {"ratio": statistics.median(each), "least": min(each), "most": max(each)}
-            for name, each in ratios.items()
-        },
+        "ratios": {name: spread(each) for name, each in ratios.items()},
     }
 
 
@@ -150,66 +149,32 @@ def add_shares(result: dict[str, Any], read: int) -> None:
             }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def to_text(results: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    lines = []
+    parts = []
     for result in results:
         own, *theirs = result["started"]
-        heads = [f"{own} tokens/s (of the bandwidth)"]
+        heads = ["", f"{own} tokens/s (of the bandwidth)"]
         heads += [head for name in theirs for head in (f"{name} tokens/s", "ratio (least-most)")]
-        lines += ["", Path(result["model"]).name, "", f"| | {' | '.join(heads)} |"]
-        lines.append("|" + "---|" * (1 + len(heads)))
+        rows = []
         for name, row in result["tasks"].items():
-            cells = [name, _rate(row, own)]
-            for side in theirs:
-                ratio = row["ratios"][side]
-                spread = f"{ratio['ratio']:.2f} ({ratio['least']:.2f}-{ratio['most']:.2f})"
-                cells += [_rate(row, side), spread]
-            lines.append(f"| {' | '.join(cells)} |")
+            others = ((_rate(row, side), spread_text(row["ratios"][side])) for side in theirs)
+            rows.append([name, _rate(row, own), *chain.from_iterable(others)])
         for key, part, words in (
             ("seconds", "started", "start to first token, s"),
             ("rss", "memory", "peak memory, MiB"),
         ):
             mine = result[part][own][key]
-            cells = [words, f"{mine:.2f}"]
-            for side in theirs:
-                other = result[part][side][key]
-                cells += [f"{other:.2f}", f"{mine / other:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            values = [result[part][side][key] for side in theirs]
+            others = ((f"{value:.2f}", f"{mine / value:.2f}") for value in values)
+            rows.append([words, f"{mine:.2f}", *chain.from_iterable(others)])
+        parts += ["", Path(result["model"]).name, "", table(heads, rows)]
+    return "\n".join(parts)
 
 
 def _rate(row: Mapping[str, Any], side: str) -> str:
     share = f" ({row['shares'][side]:.0%})" if "shares" in row else ""
     return f"{row['rates'][side]:.1f}{share}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    options = _parser().parse_args(arguments)
-    if options.worker:  # the parent process shows progress
-        progress.show(False)
-    return run(_work if options.worker else _run, options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
-    )
-    add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one")
-    add("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)")
-    add("--only", action="append", default=[], metavar="TASK", choices=_words(),
-        help=f"only this: {', '.join(_words())}")  # fmt: skip
-    add("--peer-python", metavar="FILE", help="a Python with llama_cpp (this Python, if it has it)")
-    add("--peer-type", action="append", default=[], metavar="TYPE",
-        help="quantize the model with llama.cpp to this type; may be repeated")  # fmt: skip
-    add("--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write the results as JSON")
-    add("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS)
-    return parser
 
 
 def _words() -> list[str]:
@@ -222,7 +187,26 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
+    argument(
+        "models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one"
+    ),
+    argument("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)"),
+    several("--only", metavar="TASK", choices=_words(), help=f"only this: {', '.join(_words())}"),
+    argument("--peer-python", metavar="FILE", help="a Python with llama_cpp (this, if it has it)"),
+    several("--peer-type", metavar="TYPE", help="quantize with llama.cpp to this type, too"),
+    argument(
+        "--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder"
+    ),
+    SET,
+    JSON,
+    argument("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS),
+)
+def main(options: argparse.Namespace) -> int:
+    """Measure and print; or, as a worker, answer tasks."""
+    if options.worker:
+        return _work(options)
     models = [_file(model) for model in options.models]
     chosen = options.only or [task.name.replace(" ", "") for task in TASKS]
     tasks = [t for t in (*TASKS, *LARGE_TASKS) if t.name.replace(" ", "") in chosen]
@@ -248,11 +232,10 @@ def _run(options: argparse.Namespace) -> int:
         print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")
     if left_out := found[0]["left_out"]:
         print(f"left out, because not every engine knows it: {', '.join(left_out)}")
-    print(table(found))
-    if options.json:
-        others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
-        report = {"machine": machine(), "others": others_load, "results": found}
-        write_json(options.json, report)
+    print(to_text(found))
+    others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
+    report = {"machine": machine(), "others": others_load, "results": found}
+    write_json(options.json, report)
     return 0
 
 
@@ -288,7 +271,7 @@ def _sides(
     if options.peer_type and not peer:
         raise OSError("--peer-type: no Python with llama_cpp makes it; name one by --peer-python")
     if peer:
-        theirs = EngineUnderTest(PEER, tuple(command(peer)), (str(usable_cores()),))
+        theirs = EngineUnderTest(PEER, tuple(peer_command(peer)), (str(usable_cores()),))
         for kind in options.peer_type:
             made = str(folder / f"{kind}.gguf")
             ask(peer, {"quantize": [model, made, kind]})
@@ -309,7 +292,3 @@ def _work(options: argparse.Namespace) -> int:
     for text in options.set:
         overrides |= parse_flat(text)
     return answer_tasks(lambda: TimedEngine(options.models[0], overrides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

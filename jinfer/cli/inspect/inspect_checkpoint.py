@@ -12,46 +12,40 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinfer.cli.inspect.inspect_report import to_html, to_json, to_text
 from jinfer.cli.inspect.match_checkpoint import describe
-from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.propose.propose_spec import propose_spec
-from jinfer.cli.run_command import overrides_of, run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import SET, SOURCE, command, overrides_of
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.model_files import ModelFiles
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.view.model_svg import draw_model
 from jinfer.parallel.cost_model import HARDWARE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Prints a checkpoint's format, family, sizes, and each tensor's parameter.",
-    )
-    add = parser.add_argument
-    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--partition", metavar="DEVICES", help='show the shard of each device: "0&1;2&3", "auto"')
-    add("--on", choices=sorted(HARDWARE), default="a100", help="hardware of the estimate (a100)")
-    add("--propose-spec", metavar="FILE", help="write a first specification (.toml)")
-    add("--draft", metavar="FILE", help=argparse.SUPPRESS)  # its former name
-    add("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
-    add("--svg", metavar="FILE", help="write a drawing of the wiring")
-    add("--html", metavar="FILE", help="write the report with the drawing as a page")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Prints a checkpoint's format, family, sizes, and each tensor's parameter.",
+    SOURCE,
+    SET,
+    argument(
+        "--partition", metavar="DEVICES", help='show the shard of each device: "0&1;2&3", "auto"'
+    ),
+    argument(
+        "--on", choices=sorted(HARDWARE), default="a100", help="hardware of the estimate (a100)"
+    ),
+    argument("--propose-spec", metavar="FILE", help="write a first specification (.toml)"),
+    argument("--draft", metavar="FILE", help=argparse.SUPPRESS),
+    argument(
+        "--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text"
+    ),
+    argument("--svg", metavar="FILE", help="write a drawing of the wiring"),
+    argument("--html", metavar="FILE", help="write the report with the drawing as a page"),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     overrides = overrides_of(options.set)
     if options.partition:
         return _show_plan(options, overrides)
@@ -100,7 +94,3 @@ def _write_spec(opened: ModelFiles, source: str, file: Path) -> None:
     except FileExistsError as error:
         reason = "is there already, and may have been changed"
         raise SpecError(file, "--propose-spec", reason) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

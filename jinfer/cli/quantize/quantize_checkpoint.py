@@ -21,7 +21,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.export_checkpoint import (
     LAYOUTS,
     check_layout,
@@ -45,8 +44,8 @@ from jinfer.cli.quantize.write_native import (
     new_folder,
     write_specification,
 )
-from jinfer.cli.run_command import overrides_of, run, width, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, SET, SOURCE, command, overrides_of, width, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.loader.checkpoint import CheckpointError
 from jinfer.loader.checkpoint.native_checkpoint import (
@@ -250,48 +249,45 @@ def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[s
             pool.shutdown(cancel_futures=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Writes a quantized checkpoint, which loads without conversion.",
-    )
-    add = parser.add_argument
-    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    add("out", type=Path, help="the folder to write")
-    add(
+@command(
+    "Writes a quantized checkpoint, which loads without conversion.",
+    SOURCE,
+    argument("out", type=Path, help="the folder to write"),
+    argument(
         "--weights",
         metavar="FORMAT",
         type=width,
         help='as quantization.weights: q4, q3.5, q4_b64_nl, "4.25 bits", ...',
-    )
-    add(
+    ),
+    argument(
         "--method",
         type=current_method,
         choices=get_args(Method),
         help="as quantization.method (auto): mse takes a fraction of the time of gptq, and below 5 "
         "bits loses several times as much quality; rtn loses more still",
-    )
-    add("--calibration", metavar="TEXT", help="a text file to calibrate with; "
-        "by default, texts that the model generates")  # fmt: skip
-    add("--tokens", type=int, default=TOKENS, help=f"tokens to calibrate with ({TOKENS})")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--layout", choices=LAYOUTS, help="write a GPTQ or compressed-tensors folder for "
-        "transformers and vLLM, or from a GGUF file another GGUF file for llama.cpp")  # fmt: skip
-    add(
+    ),
+    argument(
+        "--calibration",
+        metavar="TEXT",
+        help="a text file to calibrate with; by default, texts that the model generates",
+    ),
+    argument("--tokens", type=int, default=TOKENS, help=f"tokens to calibrate with ({TOKENS})"),
+    SET,
+    argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="write a GPTQ or compressed-tensors folder for "
+        "transformers and vLLM, or from a GGUF file another GGUF file for llama.cpp",
+    ),
+    argument(
         "--orbax",
         action="store_true",
         help="write the arrays with Orbax, which can be read in shards",
-    )
-    add("--json", metavar="FILE", help="also write the table as JSON")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
+    ),
+    JSON,
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.orbax and options.layout:
         raise SourceError("--layout and --orbax: give one of them")
     overrides = overrides_of(options.set)
@@ -313,13 +309,8 @@ def _run(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begun
     print(to_text(rows))
     print(f"{options.out}: {seconds:.1f} s")
-    if options.json:
-        every = (*rows, total(rows))
-        report = {"source": options.source, "out": str(options.out), "seconds": seconds,
-                  "formats": [{**asdict(row), "bits": row.bits} for row in every]}  # fmt: skip
-        write_json(options.json, report)
+    every = (*rows, total(rows))
+    report = {"source": options.source, "out": str(options.out), "seconds": seconds,
+              "formats": [{**asdict(row), "bits": row.bits} for row in every]}  # fmt: skip
+    write_json(options.json, report)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
