@@ -11,7 +11,7 @@ from jinfer.server.core.endpoint import Endpoint, Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.inferflow import inferflow_api
-from jinfer.server.llamacpp import llamacpp_completion, model_routes, slots, stream_routes
+from jinfer.server.llamacpp import llamacpp_completion, server_state
 from jinfer.server.ollama import ollama_api, ollama_models
 from jinfer.server.openai import batches, chat, completions, embeddings, files, responses
 from jinfer.server.page import static_files
@@ -43,7 +43,7 @@ async def docs(request: RequestContext[Any]) -> HttpResponse:
 _LISTS = (
     routes,
     # Before `info`, whose paths with a model's name would match /models/load.
-    *(model_routes.routes, llamacpp_completion.routes, slots.routes, stream_routes.routes),
+    *(llamacpp_completion.routes, server_state.routes),
     info.routes,
     *(chat.routes, completions.routes, embeddings.routes, responses.routes),
     *(files.routes, batches.routes, messages.routes),

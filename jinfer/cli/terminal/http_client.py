@@ -115,11 +115,11 @@ class ServerConnection:
             connection.close()
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
     """A connection to a Unix socket."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_CONNECT)
+    def __init__(self, path: str, timeout: float | None = None) -> None:
+        super().__init__("localhost", timeout=timeout)
         self.path = path
 
     def connect(self) -> None:
@@ -147,7 +147,7 @@ def _parts(url: str) -> SplitResult:
 
 def _connection(parts: SplitResult) -> http.client.HTTPConnection:
     if parts.scheme == "unix":
-        return _UnixConnection(parts.path)
+        return UnixConnection(parts.path, _CONNECT)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(str(parts.hostname), parts.port, timeout=_CONNECT)
 

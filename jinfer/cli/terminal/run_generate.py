@@ -25,7 +25,7 @@ from jinfer.cli.terminal.flag_conflicts import (
 )
 from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
-from jinfer.cli.terminal.text_wrap import WrappingWriter
+from jinfer.cli.terminal.show_answer import WrappingWriter
 from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError

@@ -38,7 +38,7 @@ from jinfer.server.http.http_responses import (
     StreamedResponse,
     sse_event,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta, WholeCallsParser
 

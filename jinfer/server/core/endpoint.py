@@ -29,8 +29,8 @@ from jinfer.server.http.http_responses import (
     StreamedResponse,
     error_response,
 )
-from jinfer.server.http.ignored_fields import ignored_fields
-from jinfer.server.models.forwarding import forward
+from jinfer.server.http.request_body import ignored_fields
+from jinfer.server.models.model_worker import forward
 from jinfer.server.stores import resumable_streams
 
 _log = logging.getLogger("jinfer.server")

@@ -21,7 +21,7 @@ from jinfer.server.http.http_errors import (
     invalid_request,
     unsupported_field,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.schema_base import MAX_ITEMS
 from jinfer.server.http.server_settings import RESERVED_VARIABLES, ServerSettings
 from jinfer.server.tool_parsers.parser_registry import tool_call_format

@@ -18,7 +18,7 @@ from jinfer.engine.requests import DeadlineError
 from jinfer.server.core.prompt_requests import PromptRequests, check_captured_bytes
 from jinfer.server.core.request_activations import check_inspection
 from jinfer.server.core.request_runner import RequestRunner
-from jinfer.server.http import ignored_fields
+from jinfer.server.http import request_body
 from jinfer.server.http.client_shares import Shares
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -166,7 +166,7 @@ class RequestContext[B: BaseModel]:
         """
         if self.service.settings.strict:
             raise unsupported_field(why, field)
-        ignored_fields.note_ignored(self.notes, field)
+        request_body.note_ignored(self.notes, field)
 
     def keep_alive(self) -> float | None:
         """Return the seconds that the model stays in memory after this request; None: not set.

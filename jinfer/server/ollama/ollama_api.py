@@ -30,7 +30,7 @@ from jinfer.server.http.http_responses import (
     dumps,
     dumps_list,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.ollama.ollama_schemas import (
     OllamaChatRequest,

@@ -28,10 +28,9 @@ from jinfer.server.http.http_errors import (
     invalid_request,
 )
 from jinfer.server.http.http_responses import HttpResponse
-from jinfer.server.http.ignored_fields import ignored_fields
 from jinfer.server.http.query_params import PAGE, listed_page
-from jinfer.server.http.request_body import parse_body
-from jinfer.server.models.forwarding import forward
+from jinfer.server.http.request_body import ignored_fields, parse_body
+from jinfer.server.models.model_worker import forward
 from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import CompletionRequest, completions
 from jinfer.server.openai.embeddings import EmbeddingRequest, embeddings

@@ -12,8 +12,7 @@ from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import Handler, RequestContext
 from jinfer.server.http.http_errors import invalid_request
 from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
-from jinfer.server.http.ignored_fields import ignored_fields
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.request_body import ignored_fields, validated
 from jinfer.server.openai import embeddings
 from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import completions
