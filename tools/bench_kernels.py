@@ -115,8 +115,8 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
     """Seconds of one matmul."""
-    one = random_stack(format, 1, outputs, inputs).nbytes
-    count = max(2, min(64, _STACK_BYTES // one))
+    nbytes = random_stack(format, 1, outputs, inputs).nbytes
+    count = max(2, min(64, _STACK_BYTES // nbytes))
     stack = random_stack(format, count, outputs, inputs)
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
 

@@ -27,13 +27,13 @@ _BYTES = 256 << 20  # of all matrices of a shape
 
 
 def _matrices(
-    shape: tuple[int, int], name: str, most: int, activations: Activations
+    shape: tuple[int, int], name: str, max_count: int, activations: Activations
 ) -> list[QuantizedTensor]:
     format = parse_format(name)
     nbytes = abstract(shape, format).nbytes
     rng = np.random.default_rng(0)
 
-    def one() -> QuantizedTensor:
+    def made() -> QuantizedTensor:
         tensor = empty_tensor(shape, format)  # in the memory that a model's weights are in
         tensor.words[...] = rng.integers(0, 2**32, tensor.words.shape, np.uint32)
         if format.per_code == 2:  # pairs are below 121
@@ -41,7 +41,7 @@ def _matrices(
         tensor.scales[...] = rng.standard_normal(tensor.scales.shape)
         return replace(jax.device_put(tensor), activations=activations)
 
-    return [one() for _ in range(max(1, min(most, _BYTES // nbytes)))]
+    return [made() for _ in range(max(1, min(max_count, _BYTES // nbytes)))]
 
 
 def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float:
@@ -65,12 +65,12 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
     return best / len(weights)
 
 
-def _list[T](one: Callable[[str], T]) -> Callable[[str], list[T]]:
+def _list[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Parses comma-separated texts."""
 
     def read(text: str) -> list[T]:
         try:
-            return [one(part) for part in text.split(",")]
+            return [parse(part) for part in text.split(",")]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

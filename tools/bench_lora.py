@@ -53,8 +53,8 @@ def rate(llm: LLM, adapters: Sequence[str | None], tokens: int) -> float:
 
     def answer(row: int) -> float:
         prompt = [100 + row + i for i in range(_PROMPT)]
-        (one,) = llm.generate([prompt], params, adapter=adapters[row])
-        return one.usage.decode_seconds
+        (answer,) = llm.generate([prompt], params, adapter=adapters[row])
+        return answer.usage.decode_seconds
 
     with ThreadPoolExecutor(len(adapters)) as pool:
         seconds = [*pool.map(answer, range(len(adapters)))]

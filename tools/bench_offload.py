@@ -61,7 +61,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
 
     def answers(prompts: list[list[int]]) -> tuple[list[list[int]], float]:
         begun = time.perf_counter()
-        found = [list(one.token_ids) for one in llm.generate(prompts, **options)]
+        found = [list(item.token_ids) for item in llm.generate(prompts, **options)]
         return found, time.perf_counter() - begun
 
     first, _ = answers(rows[:1])

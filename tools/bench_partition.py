@@ -145,7 +145,7 @@ def main(options: argparse.Namespace) -> int:
         found, busy = _measure(options, overrides, devices)
         every.append(found)
     print(to_text(every))
-    write_json(options.json, [asdict(each) for each in every])
+    write_json(options.json, [asdict(item) for item in every])
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
     return 0
@@ -201,14 +201,14 @@ def to_text(every: Sequence[SplitResult]) -> str:
     heads += [] if virtual else ["ms a token", "tokens/s"]
     rows = [
         [
-            f'"{each.devices}"',
-            f"{each.weights / 2**20:.1f} MiB",
-            str(each.exchanges),
-            f"{each.moved} B",
-            f"{each.together:.0%}",
-            *([] if virtual else [f"{each.latency * 1e3:.2f}", f"{each.rate:.1f}"]),
+            f'"{item.devices}"',
+            f"{item.weights / 2**20:.1f} MiB",
+            str(item.exchanges),
+            f"{item.moved} B",
+            f"{item.together:.0%}",
+            *([] if virtual else [f"{item.latency * 1e3:.2f}", f"{item.rate:.1f}"]),
         ]
-        for each in every
+        for item in every
     ]
     note = (
         f"{len(jax.devices())} virtual devices share this machine's cores: no speed is reported; "
@@ -251,11 +251,11 @@ def predictions() -> list[str]:
             ]
             tables.append(f"{name}, {word}:\n\n{table(heads, rows)}")
     four = SHAPES["Llama-2-13B"].work(16)
-    found = [estimate_decode(four, HARDWARE["v100"], *each) for each in device_layouts(4)]
+    found = [estimate_decode(four, HARDWARE["v100"], *layout) for layout in device_layouts(4)]
     rows = [
-        [f"{each.pipe}x{each.tensor}", f"{each.step * 1e3:.0f} ms", f"{1 / each.step:.0f}",
-         f"{each.tokens:.0f}"]
-        for each in found
+        [f"{item.pipe}x{item.tensor}", f"{item.step * 1e3:.0f} ms", f"{1 / item.step:.0f}",
+         f"{item.tokens:.0f}"]
+        for item in found
     ]  # fmt: skip
     heads = ["stages x devices", "a token", "tokens/s, one sequence", "tokens/s, full pipeline"]
     tables.append(f"Llama-2-13B on four v100:\n\n{table(heads, rows)}")
@@ -274,11 +274,11 @@ def _cell(work: ModelCost, machine: Hardware, devices: int) -> str:
     ]
     if not fitting:
         return "-"
-    fast = min(fitting, key=lambda each: each.step)
-    most = max(fitting, key=lambda each: each.tokens)
+    fast = min(fitting, key=lambda item: item.step)
+    best = max(fitting, key=lambda item: item.tokens)
     return (
         f"{fast.pipe}x{fast.tensor} {fast.step * 1e3:.1f} ms, "
-        f"{most.pipe}x{most.tensor} {most.tokens:.0f}/s"
+        f"{best.pipe}x{best.tensor} {best.tokens:.0f}/s"
     )
 
 

@@ -80,10 +80,10 @@ def kernels_of(call: Callable[[], object], steps: int = 1) -> Kernels:
 
 def lines(kernels: Kernels) -> Iterator[str]:
     """The slowest kernels and their sum, as text."""
-    ordered = sorted(kernels.items(), key=lambda one: -one[1][0])
+    ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
     for name, (seconds, count) in ordered[:_SHOWN]:
-        each = seconds / count * 1e6
-        yield f"    {seconds * 1e6:9.1f} us {count:7.1f} x {each:8.2f} us  {name[:90]}"
+        call = seconds / count * 1e6
+        yield f"    {seconds * 1e6:9.1f} us {count:7.1f} x {call:8.2f} us  {name[:90]}"
     if ordered:
         total = sum(seconds for seconds, _ in kernels.values())
         number = sum(count for _, count in kernels.values())
@@ -159,8 +159,8 @@ def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> Abstra
         return model
     kept = REPACKED_FORMATS[format] if format in REPACKED_FORMATS else parse_format(format)
     parameters = tuple(
-        one if role == "plain" else abstract(one.shape, kept, columns_here(kept))
-        for one, role in zip(model.parameters, model.roles, strict=True)
+        parameter if role == "plain" else abstract(parameter.shape, kept, columns_here(kept))
+        for parameter, role in zip(model.parameters, model.roles, strict=True)
     )
     return replace(model, parameters=parameters)
 
@@ -190,8 +190,8 @@ def state_at(programs: CompiledPrograms, length: int, *, sampled: bool) -> State
     """Device state in which all slots decode, at so many tokens, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
-    one = metadata_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
-    sampler = jax.tree.map(lambda each: jnp.repeat(jnp.asarray(each), rows, axis=0), one)
+    row = metadata_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
+    sampler = jax.tree.map(lambda item: jnp.repeat(jnp.asarray(item), rows, axis=0), row)
 
     def counts(value: int) -> Array:
         return jnp.full((rows,), value, jnp.int32)
@@ -268,22 +268,22 @@ def bytes_read(model: AbstractModel, task: str) -> int:
     kind, count = task.split("-")
     weights = sum(
         leaf.size * leaf.dtype.itemsize
-        for one, role in zip(model.parameters, model.roles, strict=True)
+        for parameter, role in zip(model.parameters, model.roles, strict=True)
         if role != "table"
-        for leaf in jax.tree.leaves(one)
+        for leaf in jax.tree.leaves(parameter)
     )
-    each = sum(2 * shape.elements() for shape in model.caches.values())
-    return weights + (0 if kind == "prompt" else each * LENGTH * int(count))
+    cache = sum(2 * shape.elements() for shape in model.caches.values())
+    return weights + (0 if kind == "prompt" else cache * LENGTH * int(count))
 
 
 def operations(model: AbstractModel, task: str) -> int:
     """Multiplications and additions of the matmuls."""
     kind, count = task.split("-")
     total = 0
-    for one, role in zip(model.parameters, model.roles, strict=True):
+    for parameter, role in zip(model.parameters, model.roles, strict=True):
         if role in ("matrix", "head"):
             rows = 1 if role == "head" and kind == "prompt" else int(count)
-            total += 2 * rows * math.prod(one.shape)
+            total += 2 * rows * math.prod(parameter.shape)
     return total
 
 
@@ -340,8 +340,8 @@ def _format(word: str) -> str:
 def _task(word: str) -> str:
     if (found := re.fullmatch(r"(decode|sampled|prompt)-([1-9]\d*)", word)) is None:
         raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N, sampled-N or prompt-N")
-    if int(found[2]) > (most := CONTEXT if found[1] == "prompt" else SLOTS):
-        raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{most}")
+    if int(found[2]) > (limit := CONTEXT if found[1] == "prompt" else SLOTS):
+        raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{limit}")
     return word
 
 

@@ -358,7 +358,7 @@ class Session:
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)
-        prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
+        prepared = [self._prepared(answer, rank) for rank, answer in enumerate(answers)]
         compile_for(self.engine, request)
         return prepared
 

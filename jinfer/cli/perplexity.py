@@ -84,10 +84,10 @@ def perplexity(llm: LLM, parts: Sequence[Window], *, progress: bool = False) -> 
 
 def summary(losses: np.ndarray, count: int) -> Perplexity:
     """The perplexity from the negative log-likelihood of each token."""
-    each = losses.astype(np.float64)
-    value = math.exp(each.mean())
-    deviation = each.std() / math.sqrt(max(1, len(each) - 1))
-    return Perplexity(value, value * deviation, len(each), count)
+    losses = losses.astype(np.float64)
+    value = math.exp(losses.mean())
+    deviation = losses.std() / math.sqrt(max(1, len(losses) - 1))
+    return Perplexity(value, value * deviation, len(losses), count)
 
 
 def text_windows(

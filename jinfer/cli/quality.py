@@ -107,8 +107,8 @@ def weight_error(llm: LLM, weights: dict[str, np.ndarray]) -> float:
 def divergence(logits: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Mean divergence from the reference, and how often the most likely token agrees."""
     given, true = _log_softmax(logits), _log_softmax(expected)
-    each = np.sum(np.exp(true) * (true - given), axis=-1)
-    return float(each.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
+    apart = np.sum(np.exp(true) * (true - given), axis=-1)
+    return float(apart.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

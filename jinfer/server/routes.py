@@ -51,4 +51,4 @@ _LISTS = (
     *(cohere_embed.routes, ranking.routes, pooling_routes.routes),
     *(ollama_api.routes, ollama_models.routes, inferflow_api.routes, static_files.routes),
 )
-ENDPOINTS: tuple[Endpoint, ...] = tuple(item for each in _LISTS for item in each.endpoints)
+ENDPOINTS: tuple[Endpoint, ...] = tuple(item for routes in _LISTS for item in routes.endpoints)

@@ -239,8 +239,8 @@ def compare(
         "memory": memory,
         "left_out": [task.name for task in unknown],
         "tasks": {
-            name: {**summary(each, sides[0].name), "bandwidth": bandwidth[name], "rounds": each}
-            for name, each in rates.items()
+            name: {**summary(rate, sides[0].name), "bandwidth": bandwidth[name], "rounds": rate}
+            for name, rate in rates.items()
         },
     }
 
@@ -253,8 +253,8 @@ def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
         if name != own
     }
     return {
-        "rates": {name: statistics.median(each) for name, each in rates.items()},
-        "ratios": {name: spread(each) for name, each in ratios.items()},
+        "rates": {name: statistics.median(rate) for name, rate in rates.items()},
+        "ratios": {name: spread(ratio) for name, ratio in ratios.items()},
     }
 
 
@@ -361,12 +361,12 @@ def main(options: argparse.Namespace) -> int:
             add_shares(result, read)
         found.append(result)
     bandwidth = [
-        rate for one in found for row in one["tasks"].values() for rate in row["bandwidth"]
+        rate for item in found for row in item["tasks"].values() for rate in row["bandwidth"]
     ] or [read_rate(usable_cores())]
     load = others(before, counters())
     print(json.dumps(machine()))
-    least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
-    print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
+    lowest, highest = min(bandwidth) / 1e9, max(bandwidth) / 1e9
+    print(f"the memory gives {lowest:.1f} to {highest:.1f} GB/s to {usable_cores()} cores")
     print("load by other processes: unknown" if load is None else str(load))
     if len(found[0]["started"]) == 1:
         print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")

@@ -173,9 +173,9 @@ def shared(llm: LLM, rng: random.Random) -> SharedPrefix:
 def mixed(llm: LLM, rng: random.Random, tokens: int) -> MixedStreams:
     """Streams of mixed lengths that arrive over time."""
     vocab = llm.spec.dims["vocab"]
-    one = BenchStream(_prompt(rng, vocab, 16), tokens).start(llm)
-    _wait([one])
-    alone = (tokens - 1) / (one.times[-1] - one.times[0])
+    single = BenchStream(_prompt(rng, vocab, 16), tokens).start(llm)
+    _wait([single])
+    alone = (tokens - 1) / (single.times[-1] - single.times[0])
     begun = time.perf_counter()
     streams = []
     for _ in range(24):

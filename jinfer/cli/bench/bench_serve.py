@@ -204,15 +204,15 @@ def figures(
     load: str, offered: float, answers: Sequence[AnswerTimes], limits: LatencyLimits
 ) -> LoadResult:
     """The results of one load."""
-    done = [each for each in answers if each.error is None and each.times]
+    done = [answer for answer in answers if answer.error is None and answer.times]
     errors: dict[str, int] = {}
-    for each in answers:
-        if each.error is not None or not each.times:
-            why = each.error or "an empty answer"
+    for answer in answers:
+        if answer.error is not None or not answer.times:
+            why = answer.error or "an empty answer"
             errors[why] = errors.get(why, 0) + 1
-    begun = min((each.begun for each in answers), default=0.0)
-    seconds = max((each.times[-1] for each in done), default=begun) - begun or math.inf
-    prompts = sum(each.prompt for each in done)
+    begun = min((answer.begun for answer in answers), default=0.0)
+    seconds = max((item.times[-1] for item in done), default=begun) - begun or math.inf
+    prompts = sum(item.prompt for item in done)
     return LoadResult(
         load,
         offered,
@@ -220,14 +220,14 @@ def figures(
         len(answers) - len(done),
         seconds if math.isfinite(seconds) else 0.0,
         len(done) / seconds,
-        sum(each.tokens for each in done) / seconds,
+        sum(item.tokens for item in done) / seconds,
         prompts / seconds,
         sum(map(limits.kept, done)) / seconds,
-        sum(each.cached for each in done) / prompts if prompts else 0.0,
-        percentiles([each.first for each in done]),
-        percentiles([each.between for each in done if each.tokens > 1]),
-        percentiles([b - a for each in done for a, b in pairwise(each.times)]),
-        percentiles([each.times[-1] - each.begun for each in done]),
+        sum(item.cached for item in done) / prompts if prompts else 0.0,
+        percentiles([item.first for item in done]),
+        percentiles([item.between for item in done if item.tokens > 1]),
+        percentiles([b - a for item in done for a, b in pairwise(item.times)]),
+        percentiles([item.times[-1] - item.begun for item in done]),
         errors,
     )
 
@@ -279,7 +279,7 @@ class Target:
         else:
             path, body["prompt"] = (
                 "/v1/completions",
-                "\n\n".join(each["content"] for each in messages),
+                "\n\n".join(message["content"] for message in messages),
             )
         answer, texts = AnswerTimes(self.now()), list[str]()
         try:
@@ -375,7 +375,7 @@ async def measure(options: argparse.Namespace) -> list[LoadResult]:
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     work = Workload(options.prompt, options.answer, options.shared, options.turns, options.seed)
     limits = LatencyLimits(
-        *(each and each / 1e3 for each in (options.first_limit, options.between_limit))
+        *(item and item / 1e3 for item in (options.first_limit, options.between_limit))
     )
     url = options.url.rstrip("/").removesuffix("/v1")
     rows = []
@@ -450,7 +450,7 @@ def drawing(rows: Sequence[LoadResult], path: str, unit: str) -> None:
 
 def _numbers(text: str) -> list[float]:
     found = [float(part) for part in text.split(",")]
-    if not all(0 < each < 1e6 for each in found):
+    if not all(0 < item < 1e6 for item in found):
         raise argparse.ArgumentTypeError("rates are above 0")
     return found
 

@@ -77,13 +77,15 @@ class PairedRuns:
         for _ in range(self.rounds + 1):
             plain, _ = self._answers(None)
             drafted, answers = self._answers(speculation)
-            if [one.token_ids for one in answers] != [one.token_ids for one in self.answers]:
+            if [answer.token_ids for answer in answers] != [
+                answer.token_ids for answer in self.answers
+            ]:
                 raise RequestError(f"{name}: the answer is another one than without drafts")
             ratios.append(plain / drafted)
         self.llm.session.engine.speculator = None
-        uses = [one.usage for one in answers]
-        new = sum(one.completion_tokens - 1 for one in uses)
-        accepted = sum(one.accepted_tokens for one in uses)
+        uses = [answer.usage for answer in answers]
+        new = sum(use.completion_tokens - 1 for use in uses)
+        accepted = sum(use.accepted_tokens for use in uses)
         return DraftGain(
             name,
             len(answers),
@@ -91,7 +93,7 @@ class PairedRuns:
             max(1, new - accepted),
             new,
             accepted,
-            sum(one.drafted_tokens for one in uses),
+            sum(use.drafted_tokens for use in uses),
             accuracy,
             speculation.draft_length.nodes,
             formula,
@@ -101,7 +103,7 @@ class PairedRuns:
 def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain:
     """Drafts that are right with a given probability."""
     prompts = [tuple(prompt) for prompt in turns.prompts]
-    answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
+    answers = dict(zip(prompts, (answer.token_ids for answer in turns.answers), strict=True))
     replay = ReplayDrafter(answers, accuracy, turns.llm.spec.dims["vocab"])
     name = f"replay, {accuracy:.1f}, {nodes or 'auto'} nodes"
     formula = None
@@ -141,13 +143,15 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
 def main(options: argparse.Namespace) -> int:
     """Print the measurements."""
     overrides = overrides_of(options.set)
-    most = max(options.streams)
+    slots = max(options.streams)
     found: list[DraftGain] = []
     print(table(_HEADS, []))
-    with LLM(options.source, progress=True, **merge({"engine": {"slots": most}}, overrides)) as llm:
+    with LLM(
+        options.source, progress=True, **merge({"engine": {"slots": slots}}, overrides)
+    ) as llm:
         vocab = llm.spec.dims["vocab"]
         for streams in options.streams:
-            prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(most)]
+            prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(slots)]
             turns = PairedRuns(llm, prompts[:streams], options.tokens, options.rounds)
             for accuracy in options.accuracy:
                 for nodes in options.nodes:

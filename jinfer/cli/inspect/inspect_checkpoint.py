@@ -165,12 +165,12 @@ def missing(found: CheckpointMatch) -> list[str]:
     """Parameters without a tensor, folded, with the names looked for."""
     groups = fold(
         found.missing,
-        lambda each: each.parameter,
-        lambda each: (each.shape, tuple(map(pattern_of, each.names))),
+        lambda item: item.parameter,
+        lambda item: (item.shape, tuple(map(pattern_of, item.names))),
     )
     lines = []
     for name, group in groups:
-        looked = " or ".join(fold_names(n for each in group for n in each.names))
+        looked = " or ".join(fold_names(n for item in group for n in item.names))
         reason = f"looked for {looked}" if looked else "[tensors] has no name for it"
         lines.append(f"{name} {list(group[0].shape)}: {reason}")
     return lines

@@ -211,7 +211,7 @@ def _per_layer_keys(facts: SpecFacts) -> list[tuple[str, Any]]:
         words = r"type|pattern|layers|blocks" if isinstance(value, list) else r"pattern"
         if not isinstance(value, (list, str)) or not value or not re.search(words, key):
             continue
-        if all(isinstance(each, (str, int)) for each in value):
+        if all(isinstance(item, (str, int)) for item in value):
             found.append((key, value))
     return sorted(found, key=lambda pair: not pair[0].startswith("layer"))
 
@@ -334,7 +334,7 @@ def _kinds(
         own["norm"] = facts.weightless
     words = [kind.word.split("_") for kind in kinds]
     common = set(words[0]).intersection(*words) if words else set()
-    names = ["_".join(w for w in each if w not in common) or "plain" for each in words]
+    names = ["_".join(w for w in word if w not in common) or "plain" for word in words]
     return {
         name if names.count(name) == 1 else f"{name}_{names[:n].count(name) + 1}": kind
         for n, (name, kind) in enumerate(zip(names, kinds, strict=True))

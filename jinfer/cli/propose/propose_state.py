@@ -233,9 +233,9 @@ def feed_forward(
     if fused is not None:
         branch.take(f"{name}.{_FUSED}", fused, transpose=transposed)
         facts.note(f"{fused.name}: the gate's rows are taken to come first")
-    for each in ("gate", "up", "down"):
-        if each in own and own[each] is not fused:
-            branch.take(f"{name}.{each}", own[each], transpose=transposed)
+    for item in ("gate", "up", "down"):
+        if item in own and own[item] is not fused:
+            branch.take(f"{name}.{item}", own[item], transpose=transposed)
     branch.modules[name], branch.value = table, f"{name}({{n}})"
     return branch
 

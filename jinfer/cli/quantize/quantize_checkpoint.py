@@ -377,8 +377,8 @@ def convert(
 def _given(value: Any) -> Any:
     """Tables without keys whose value is None."""
     if isinstance(value, Mapping):
-        return {key: _given(each) for key, each in value.items() if each is not None}
-    return [_given(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _separately(

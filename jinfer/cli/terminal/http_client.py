@@ -54,7 +54,7 @@ class ServerConnection:
         """The names of the served models. Raises `RemoteError`."""
         with self._request("GET", "/v1/models", None) as answer:
             found = _json(answer.read())
-        named = [each.get("id") for each in dicts_in(found.get("data"))]
+        named = [item.get("id") for item in dicts_in(found.get("data"))]
         return [name for name in named if isinstance(name, str)]
 
     def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 def dicts_in(value: object) -> list[dict[str, Any]]:
     """The objects of a list; empty if it is not a list."""
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _parts(url: str) -> SplitResult:

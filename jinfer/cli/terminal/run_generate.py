@@ -201,11 +201,11 @@ def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) ->
     if as_json:
         show_answer.print_report(llm, list(map(show_answer.report_of_completion, found)), usage)
         return 0
-    for number, each in enumerate(found, start=1):
+    for number, item in enumerate(found, start=1):
         if len(found) > 1:
             print(f"--- {number} of {len(found)}")
         screen = WrappingWriter()
-        screen(show_answer.display_text(llm, each.text, each.token_ids))
+        screen(show_answer.display_text(llm, item.text, item.token_ids))
         screen.end()
     print(show_answer.timings(llm, usage), file=sys.stderr)
     return 0

@@ -188,7 +188,7 @@ def _entry(
     text: str, ids: list[int], reason: str | None, logprobs: list[TokenLogprob]
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"text": text, "token_ids": ids, "finish_reason": reason}
-    return entry | ({"logprobs": [asdict(each) for each in logprobs]} if logprobs else {})
+    return entry | ({"logprobs": [asdict(logprob) for logprob in logprobs]} if logprobs else {})
 
 
 def print_report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> None:
@@ -294,6 +294,6 @@ def acceptance_table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequ
     """The acceptance rate of each draft source by depth, given that the parent was accepted."""
     lines = []
     for source, depths in sorted(tried.items()):
-        each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
-        lines.append(f"{source}, right by depth: {' '.join(each)}")
+        shares = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
+        lines.append(f"{source}, right by depth: {' '.join(shares)}")
     return lines

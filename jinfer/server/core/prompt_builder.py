@@ -99,7 +99,7 @@ def build_chat_prompt(
         variables["tools"] = tools
     variables |= _answer_start(chat, template)
     messages = template_messages(chat.messages, template)
-    if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
+    if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
         messages = _with_calls(template, messages, tools)
     if not template.has_template:
         raise invalid_request(

@@ -272,7 +272,7 @@ class ModelResidency:
         """Queue a model that requests wait for, unless it is loaded or loading."""
         if model.removed:
             _notify(
-                model, http_errors.unknown_model(model.name, [each.name for each in self.models])
+                model, http_errors.unknown_model(model.name, [model.name for model in self.models])
             )
         elif model.waiters and model.state in ("unloaded", "sleeping") and model not in self._queue:
             model.cancel_timers()
@@ -286,7 +286,7 @@ class ModelResidency:
 
     def _refuse(self, model: ServedModel) -> None:
         """Refuse the requests that wait for a model, as there is no room."""
-        if model in self._queue and any(each.state == "unloading" for each in self.models):
+        if model in self._queue and any(model.state == "unloading" for model in self.models):
             self._refuse_later(model, _LEAVING)
         elif model in self._queue:
             self._queue.remove(model)
@@ -299,16 +299,16 @@ class ModelResidency:
         """Load the next model of the queue, or make room for it."""
         while self._queue and not self.closed:
             model = self._queue[0]
-            others = [each for each in self.models if each.in_memory and each is not model]
+            others = [item for item in self.models if item.in_memory and item is not model]
             if len(others) < self.max_models:
                 self._queue.pop(0)
                 model.cancel_timers()
                 model.state = "loading"
                 self.run(self.load(model))
                 continue
-            idle = [each for each in others if each.can_unload]
-            if idle and not any(each.state == "unloading" for each in others):
-                self._begin_unload(min(idle, key=lambda each: each.last_used), 0)
+            idle = [other for other in others if other.can_unload]
+            if idle and not any(other.state == "unloading" for other in others):
+                self._begin_unload(min(idle, key=lambda item: item.last_used), 0)
             return
 
     def _on_idle(self, model: ServedModel, level: int) -> None:

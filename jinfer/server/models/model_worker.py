@@ -142,7 +142,7 @@ class ModelWorker:
         return body
 
 
-def asked_process(
+def describe_in_process(
     source: ModelSource, settings: ServerSettings
 ) -> tuple[dict[str, Any], ModelDetails]:
     """Describe a model for /api/show in another process.

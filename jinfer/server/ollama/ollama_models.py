@@ -22,7 +22,7 @@ from jinfer.server.http.http_responses import HttpResponse, dumps
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails, opened_details
 from jinfer.server.models.model_residency import has_own_processes
-from jinfer.server.models.model_worker import asked_process
+from jinfer.server.models.model_worker import describe_in_process
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.ollama.ollama_api import OLLAMA_ERRORS, timestamp
 from jinfer.server.ollama.ollama_schemas import (
@@ -118,7 +118,7 @@ def describe_beside(
     """Describe a model in its own process, so that the streams of other models continue."""
     if not has_own_processes(settings):
         return describe(source)
-    return asked_process(source, settings)
+    return describe_in_process(source, settings)
 
 
 @routes.add("DELETE /api/delete")
