@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
@@ -118,8 +115,8 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
     """Seconds of one matmul."""
-    one = random_stack(format, 1, outputs, inputs).nbytes
-    count = max(2, min(64, _STACK_BYTES // one))
+    nbytes = random_stack(format, 1, outputs, inputs).nbytes
+    count = max(2, min(64, _STACK_BYTES // nbytes))
     stack = random_stack(format, count, outputs, inputs)
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
 
@@ -225,28 +222,19 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Times GPU kernels, and compares them with the memory and the tensor cores.",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--backend", choices=["triton", "xla"], default="triton")
-    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Times GPU kernels, and compares them with the memory and the tensor cores.",
+    JSON,
+    argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS]),
+    argument("--rows", nargs="+", type=int, default=list(ROWS)),
+    argument("--backend", choices=["triton", "xla"], default="triton"),
+    argument("--caches", nargs="*", choices=CACHES, default=list(CACHES)),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     check_gpu()
     result = measure(options.widths, options.rows, options.backend, options.caches)
-    write(options.json, result)
+    write_json(options.json, result)
     return 0
 
 
@@ -254,12 +242,6 @@ def check_gpu() -> None:
     """Raises `OSError` without a GPU."""
     if jax.default_backend() != "gpu":
         raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
-
-
-def write(file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write all results as JSON, if a file was named."""
-    if file:
-        file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

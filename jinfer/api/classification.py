@@ -138,11 +138,11 @@ def tokenize(session: Session, given: object) -> list[TypedTokens]:
     paired = isinstance(given, list | tuple) and any(map(is_pair, given))
     listed: list[Any] = list(cast("Any", given)) if paired else parse_prompts(given)
     found = []
-    for one in listed:
-        if is_pair(one):
-            found.append(tokenize_pair(session, *one))
+    for item in listed:
+        if is_pair(item):
+            found.append(tokenize_pair(session, *item))
         else:
-            ids = session.encode(one)
+            ids = session.encode(item)
             found.append(TypedTokens(ids, [0] * len(ids)))
     return found
 

@@ -135,12 +135,12 @@ def _group_help(group: str) -> str:
 def _help_lines() -> dict[str, str]:
     """Return a line of help for each command, and for each group before its first command."""
     lines: dict[str, str] = {}
-    for each in COMMANDS:
-        group, _, rest = each.name.partition(" ")
+    for item in COMMANDS:
+        group, _, rest = item.name.partition(" ")
         if rest and group not in lines:
             inside = (n.removeprefix(f"{group} ") for n in _NAMES if n.startswith(f"{group} "))
             lines[group] = f"{GROUPS[group]}: {', '.join(inside)}"
-        lines[each.name] = each.about
+        lines[item.name] = item.about
     return lines
 
 

@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pages = {path.stem: path for path in found}
     if name is None:
         width = max(map(len, pages), default=0)
-        for stem, each in pages.items():
-            print(f"  {stem:{width}}  {_title(each)}")
+        for stem, page in pages.items():
+            print(f"  {stem:{width}}  {_title(page)}")
         return 0
     path = pages.get(Path(name).name.removesuffix(".md"))
     if path is None:

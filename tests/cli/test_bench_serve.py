@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from jinfer.cli.bench.bench_serve import LengthMix, Workload, arrivals, conversation, main
-from jinfer.cli.bench.bench_serve_stats import AnswerTimes, LatencyLimits, figures, percentiles
+from jinfer.cli.bench.bench_serve import (
+    AnswerTimes,
+    LatencyLimits,
+    LengthMix,
+    Workload,
+    arrivals,
+    conversation,
+    figures,
+    main,
+    percentiles,
+)
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import ROOT, Running, serving
 

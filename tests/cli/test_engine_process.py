@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.cli.bench.engine_process import BenchTask, EngineProcess, EngineUnderTest
+from jinfer.cli.bench.bench_cpu import BenchTask, EngineProcess, EngineUnderTest
 
 STARTED = """print('{"kinds": ["decode"]}', flush=True)"""
 RATE = """input(); print('{"rate": 2.5}', flush=True)"""

@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from jinfer.cli.inspect.inspect_checkpoint import main
-from jinfer.cli.inspect.inspect_report import proposals
+from jinfer.cli.inspect.inspect_checkpoint import main, proposals
 from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.cli.propose.propose_spec import propose_spec
 from jinfer.cli.quantize.quantize_checkpoint import convert

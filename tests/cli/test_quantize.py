@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.cli.inspect.inspect_checkpoint import main as inspect
-from jinfer.cli.quantize.quantize_checkpoint import convert, main
-from jinfer.cli.quantize.quantize_table import ErrorSums, FormatRow, to_text
+from jinfer.cli.quantize.quantize_checkpoint import ErrorSums, FormatRow, convert, main, to_text
 from jinfer.cli.toml_writer import toml_text
 from jinfer.loader.checkpoint.orbax import orbax_api
 from jinfer.loader.config.pooling_config import Projection

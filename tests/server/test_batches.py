@@ -18,7 +18,7 @@ from jinfer.server.app import open_stores
 from jinfer.server.core.service import Service
 from jinfer.server.http.http_errors import RunsElsewhereError
 from jinfer.server.http.server_settings import ServerSettings
-from jinfer.server.openai.batch_runner import (
+from jinfer.server.openai.batches import (
     PRIORITY,
     BatchErrors,
     BatchLine,
@@ -289,7 +289,7 @@ def test_a_batch_that_expires(tmp_path: Path) -> None:
 
 
 def test_what_passes_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.server.openai.batch_runner._PAUSE", 0.001)
+    monkeypatch.setattr("jinfer.server.openai.batches._PAUSE", 0.001)
     folder, seen = Folder(tmp_path), []
 
     def busy(line: BatchLine) -> tuple[int, Any, str]:

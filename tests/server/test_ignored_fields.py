@@ -10,8 +10,7 @@ import pytest
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.sampling_fields import FOREIGN_FIELDS
 from jinfer.server.http.http_errors import ApiError
-from jinfer.server.http.ignored_fields import HEADER, MAX_NAMED, ignored_fields
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.request_body import HEADER, MAX_NAMED, ignored_fields, validated
 from jinfer.server.openai.completions import CompletionRequest
 from tests.server.running import Running
 from tools import peer_fields_reference

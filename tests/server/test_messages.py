@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from jinfer.loader.open_model import open_files
-from jinfer.server.http.ignored_fields import HEADER
+from jinfer.server.http.request_body import HEADER
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of

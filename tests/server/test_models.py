@@ -16,8 +16,8 @@ import pytest
 
 from jinfer import LLM
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
-from jinfer.server.models.model_loading import open_beside
 from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.models.model_residency import open_beside
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_operation import until
 

@@ -279,7 +279,7 @@ def test_while_it_loads(monkeypatch: Any) -> None:
         release.wait(60)
         return opened(source, warm_up)
 
-    from jinfer.server.models.model_loading import open_llm as opened
+    from jinfer.server.models.model_residency import open_llm as opened
 
     monkeypatch.setattr("jinfer.server.models.model_residency.open_llm", slow)
     with serving([LLAMA], wait=False) as running:

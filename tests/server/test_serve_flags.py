@@ -7,9 +7,9 @@ import pytest
 
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.server.flag_table import FLAGS
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (
+    FLAGS,
     default_model_name,
     model_sources_of,
     parse_options,

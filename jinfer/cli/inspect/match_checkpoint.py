@@ -317,9 +317,9 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
 def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
     """Return lines for tensors that match a missing parameter, by name or else by shape."""
     missing_shapes: dict[str, dict[str, Shape]] = {}
-    for each in missing:
-        name = numbered(_LEAF.sub("", each.parameter), "i")
-        missing_shapes.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
+    for item in missing:
+        name = numbered(_LEAF.sub("", item.parameter), "i")
+        missing_shapes.setdefault(name, {}).setdefault(leaf_of(item.parameter), item.shape)
     modules: dict[str, dict[str, Tensor]] = {}
     for tensor in unused:
         modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)

@@ -89,8 +89,8 @@ def _evenly_symmetric(format: QuantFormat, widths: Sequence[str]) -> bool:
 
 def _bit_stream(codes: np.ndarray, bits: int) -> np.ndarray:
     """Codes [rows, n] as int32 words [rows, ceil(n bits / 32)], the lowest bits first."""
-    each = codes[..., None] >> np.arange(bits, dtype=np.uint8) & np.uint8(1)
-    flat = each.reshape(len(codes), -1)
+    digits = codes[..., None] >> np.arange(bits, dtype=np.uint8) & np.uint8(1)
+    flat = digits.reshape(len(codes), -1)
     flat = np.pad(flat, [(0, 0), (0, -flat.shape[1] % 32)])
     return np.packbits(flat, axis=1, bitorder="little").view("<i4")
 
@@ -398,12 +398,12 @@ def _gguf_writer(folder: Path, plan: WeightPlan, planned: Mapping[str, QuantForm
         name: StoredTensor(tensor.shape, types.get(name) or tensor.type)
         for name, tensor in plan.checkpoint.tensors.items()
     }
-    most = max(types.values(), key=[*types.values()].count)
+    common = max(types.values(), key=[*types.values()].count)
     metadata = {
         key: value
         for key, value in raw_metadata(plan.checkpoint.path).items()
         if not key.startswith("split.") and key != "general.alignment"
     }
-    metadata["general.file_type"] = uint32(_FILE_TYPES[most or ""])
+    metadata["general.file_type"] = uint32(_FILE_TYPES[common or ""])
     metadata["general.quantization_version"] = uint32(_BLOCK_FORMAT)
     return GGUFWriter(folder / "model.gguf", metadata, stored)

@@ -51,7 +51,7 @@ class RequestRunner:
     def __post_init__(self) -> None:
         self.prepared = [prepared for job in self.jobs for prepared in job.engine_requests]
         self.owners = [number for number, job in enumerate(self.jobs) for _ in job.engine_requests]
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         self._shown: Counter[int] = Counter()
         self._cached: dict[int, int] = {}
         if any(job.options.progress for job in self.jobs):
@@ -192,13 +192,13 @@ class RequestRunner:
         """
         result = []
         for index, prepared in enumerate(self.prepared):
-            new = index not in self._told
+            new = index not in self._announced
             if not new and (first or self.timer.counts.get(index)):
                 continue
             known = self._progress(index)
             if known is None:
                 continue
-            self._told.add(index)
+            self._announced.add(index)
             cached, done = known
             total = len(prepared.request.prompt)
             figures = {

@@ -19,7 +19,7 @@ from jinfer.sampling.param_field import ALIASES, Group, Parameter
 from jinfer.sampling.samplers import SELECTABLE, Strategy
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.schema_base import (
     Ignored,
     RequestModel,

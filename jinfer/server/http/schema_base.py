@@ -23,7 +23,7 @@ MAX_ITEMS = 8192  # of messages, or of tools, in a request
 
 @dataclass(frozen=True)
 class Ignored:
-    """Marks a field that has no effect; see `jinfer.server.http.ignored_fields`.
+    """Marks a field that has no effect; see `jinfer.server.http.request_body`.
 
     Attributes:
         reason: the reason, for the error of a strict server.

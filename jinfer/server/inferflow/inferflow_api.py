@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
 from jinfer.server.core.sampling_fields import (
@@ -30,6 +30,8 @@ from jinfer.server.http.http_responses import (
 )
 from jinfer.server.models.served_model import ServedModel
 from jinfer.template.chat_prompt import Conversation
+
+routes = Routes(tag="Inferflow")
 
 
 class InferflowRequest(SamplingFields):
@@ -67,8 +69,9 @@ _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
 
+@routes.add("POST /", InferflowResponse, stream=NDJSON_MEDIA_TYPE)
 async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
-    """Handle an Inferflow request."""
+    """Answer a text."""
     body = request.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
@@ -156,10 +159,3 @@ async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGene
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
         yield dumps(_piece("", begun, end=True)) + b"\n\n"
-
-
-INFERFLOW_ENDPOINTS = (
-    Endpoint(
-        "POST /", inferflow, "Answer a text", InferflowResponse, NDJSON_MEDIA_TYPE, "Inferflow"
-    ),
-)

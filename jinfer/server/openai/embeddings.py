@@ -20,6 +20,7 @@ from jinfer.server.core.embedder import (
     truncate_vectors,
     usage_of,
 )
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -29,6 +30,8 @@ from jinfer.server.http.http_errors import (
 from jinfer.server.http.http_responses import HttpResponse, dumps_list
 from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
+
+routes = Routes(tag="OpenAI")
 
 
 class TextPart(RequestModel):
@@ -134,8 +137,9 @@ class FillMaskResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
+@routes.add("POST /v1/embeddings /embeddings", EmbeddingResponse)
 async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
-    """Handle an embedding request."""
+    """Compute the vectors of texts."""
     body = request.body
     value, param = either_field(body, "input", "content")
     texts = _plain(value)
@@ -175,8 +179,9 @@ def _entries(
         yield {"object": "embedding", "index": i, "embedding": shown}
 
 
+@routes.add("POST /fill-mask /v1/fill-mask", FillMaskResponse, tag="vectors")
 async def fill_mask(request: RequestContext[FillMaskRequest]) -> HttpResponse:
-    """Predict the likeliest tokens at the masks of texts (masked language modelling)."""
+    """Predict the tokens at the masks of texts."""
     body = request.body
     async with embedder_of(request, None) as embedder:
         model = embedder.model

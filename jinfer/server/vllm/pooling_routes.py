@@ -21,10 +21,13 @@ from jinfer.server.core.embedder import (
     truncate_vectors,
     usage_of,
 )
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, dumps_list
 from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
+
+routes = Routes(tag="vectors")
 
 PoolingTask = Literal["embed", "classify", "token_embed"]
 
@@ -101,6 +104,7 @@ class PoolingResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
+@routes.add("POST /classify /v1/classify", ClassifyResponse)
 async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpResponse:
     """Classify texts."""
     body = request.body
@@ -158,8 +162,9 @@ def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
     }
 
 
+@routes.add("POST /pooling", PoolingResponse)
 async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
-    """Compute classes, a vector of each text, or of each token."""
+    """Compute classes, vectors of texts, or vectors of tokens."""
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         session = embedder.model.session
