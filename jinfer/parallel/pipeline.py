@@ -41,7 +41,6 @@ from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatchStates
 from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler
-from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
 
 type StageCaches = tuple[Any, ...]
@@ -74,7 +73,7 @@ class Pipeline:
         sizes: the engine's sizes, which all programs share.
         stages: the pipeline's stages, in order.
         lanes: how slots are divided among micro-batches.
-        timeline: records when stages are busy; None: nothing is recorded.
+        observe: called with a launched stage's number, micro-batch, an input and a result.
         hosted: how many cache blocks of each group are in host memory (KV cache offload).
         memory: the memory plan as a table, to be shown.
     """
@@ -83,7 +82,7 @@ class Pipeline:
     sizes: Sizes
     stages: tuple[PipelineStage, ...]
     lanes: MicroBatches
-    timeline: Timeline | None = None
+    observe: Callable[[int, int, Any, Any], None] | None = None
     hosted: Mapping[str, int] = field(default_factory=dict)
     memory: str = ""
 
@@ -412,7 +411,7 @@ class PipelineForward:
             source: where batch and `last` are; None: on the host.
         """
         new_caches, x = list[Any](), None
-        pipeline, timeline = self.pipeline, self.pipeline.timeline
+        pipeline, observe = self.pipeline, self.pipeline.observe
         batches: dict[DeviceGroup, tuple[FlatBatch, Any]] = {}
         tables, before = batch.tables, None
         batch = batch._replace(tables={})
@@ -436,8 +435,8 @@ class PipelineForward:
             if stage.streamed:
                 pipeline.streams[number].computed(x)
             new_caches.append(cache)
-            if timeline is not None:
-                timeline.note(number, lane, here.tokens if hidden is None else hidden, x)
+            if observe is not None:
+                observe(number, lane, here.tokens if hidden is None else hidden, x)
         return tuple(new_caches), jax.tree.map(_first_replica, x)
 
 

@@ -25,26 +25,25 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
 from jinfer.ops.backend import target_platform
-from jinfer.parallel.cost_model import Hardware, Interconnect, ModelCost, best_layout
+from jinfer.parallel.cost_model import HARDWARE, HOST_HARDWARE, Hardware, ModelCost, best_layout
 from jinfer.parallel.device_groups import DeviceGroup
-from jinfer.parallel.layer_bytes import model_bytes
 from jinfer.parallel.layer_plan import (
     ModelBytes,
+    ModelSlice,
     PartitionPlan,
     PlannedStage,
     StageDeviceNames,
     make_partition_plan,
+    model_bytes,
+    split_stage,
+    spread_evenly,
+    whole_model,
 )
 from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.shard_sizes import ShardingError
-from jinfer.parallel.sharding_rules import ModelSlice, whole_model
 from jinfer.parallel.stage_model import StageModel, make_stage_model
-from jinfer.parallel.substages import split_stage, spread_evenly
 
-# Assumed speeds, of the order of current hardware: devices do not report theirs.
-_GPU_HARDWARE = Hardware(0, 1.5e12, 2e14, Interconnect(1e11, 1e-5), Interconnect(1e11, 1e-5), 2e-4)
 _ANY_DEVICE_COUNT = 100_000
-HOST_HARDWARE = Hardware(0, 2e10, 2e11, Interconnect(1e10, 5e-5), Interconnect(1e10, 5e-5), 3e-4)
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,15 @@ def _can_shard(whole: ModelToPlace, tensor: int) -> bool:
 
 
 def hardware_of(devices: Sequence[jax.Device]) -> Hardware:
-    """The assumed hardware of these devices, with their real free memory."""
+    """The table's hardware of these devices (an unknown GPU's is the A100's), and free memory."""
     # Memory of other processes' devices is not known here; assume it is the same.
     local = [device for device in devices if device.process_index == jax.process_index()]
-    if local[0].platform == "cpu":
-        return replace(HOST_HARDWARE, memory=free_memory(local[0]) / len(local))
-    return replace(_GPU_HARDWARE, memory=min(map(free_memory, local)))
+    on_cpu, kind = local[0].platform == CPU, local[0].device_kind.lower().replace(" ", "")
+    free = min(map(free_memory, local))
+    if on_cpu:
+        return replace(HOST_HARDWARE, memory=free / len(local))
+    known = next((name for name in HARDWARE if name in kind), "a100")
+    return replace(HARDWARE[known], memory=free)
 
 
 def model_cost(whole: ModelToPlace) -> ModelCost:
@@ -154,7 +156,6 @@ def model_cost(whole: ModelToPlace) -> ModelCost:
         parameters=parameters,
         layers=max(map(len, whole.weights.layers.values())),
         hidden=spec.dims.get("hidden", 0) * jnp.dtype(whole.dtype).itemsize,
-        vocab=4.0 * model.vocab,
         cache=cache,
         kv_heads=min(
             (shape.heads for shape in caches.values() if isinstance(shape, CacheShape)), default=1

@@ -8,13 +8,13 @@ all-reduce after the attention and one after the feed-forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from jinfer.modelspec import attention_blocks, blocks, feed_forward_blocks, position_blocks
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, some_layers
+from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
 from jinfer.nn.tensor_parallel import ShardedAlibi, ShardedEmbeddingBlock, ShardedHeadBlock
@@ -26,65 +26,6 @@ TENSOR_AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
 type ModuleShardings = dict[
     str, dict[str, AxisSharding]
 ]  # module -> logical axis -> how it is divided
-
-
-@dataclass(frozen=True)
-class ModelSlice:
-    """The slice of a model that a pipeline stage has.
-
-    Attributes:
-        layers: the layers of each stack, by the stack's name.
-        first: whether it has what comes before the layers, such as the embedding.
-        last: whether it has what comes after them, such as the head.
-    """
-
-    layers: Mapping[str, range]
-    first: bool = True
-    last: bool = True
-
-
-def whole_model(spec: ModelSpec) -> ModelSlice:
-    """The slice that is the whole model."""
-    return ModelSlice({stack.name: range(len(stack.layers)) for stack in spec.stacks})
-
-
-def stage_spec(spec: ModelSpec, part: ModelSlice) -> ModelSpec:
-    """The specification of a pipeline stage, with its layers numbered from 0."""
-    stacks = tuple(_stack(stack, part) for stack in spec.stacks)
-    named = {name for stack in stacks for name in _called_modules(stack, part)}
-    if any(
-        isinstance(block, blocks.HeadSpec) and block.tied for block in _blocks(spec, stacks, named)
-    ):
-        named.add("embed")
-    shared = tuple((name, block) for name, block in spec.shared if name in named)
-    return replace(spec, shared=shared, stacks=stacks)
-
-
-def _stack(stack: StackSpec, part: ModelSlice) -> StackSpec:
-    stage_layers = part.layers[stack.name]
-    try:
-        layers = some_layers(stack.layers, stage_layers)
-    except LookupError as error:
-        raise ShardingError(f"{error}; keep these in one stage") from None
-    onward = None if part.last else stack.values_before(stage_layers.stop)
-    stage_stack = replace(stack, layers=layers, onward=onward)
-    called = set(_called_modules(stage_stack, part))
-    modules = tuple(module for module in stack.modules if module[0] in called)
-    return replace(stage_stack, modules=modules)
-
-
-def _called_modules(stack: StackSpec, part: ModelSlice) -> Iterator[str]:
-    """Names of the modules that a stage calls."""
-    yield from stack.stem.calls if part.first else ()
-    yield from stack.head.calls if part.last else ()
-    for layer in stack.layers:
-        yield from layer.wiring.calls
-
-
-def _blocks(spec: ModelSpec, stacks: Iterable[StackSpec], named: Iterable[str]) -> Iterator[Block]:
-    names = set(named)
-    yield from (block for name, block in spec.shared if name in names)
-    yield from (block for stack in stacks for _, block in stack.modules)
 
 
 def shard_spec(

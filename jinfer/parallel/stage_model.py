@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.parallel.layer_plan import ModelSlice, stage_spec
 from jinfer.parallel.shard_params import (
     abstract_shard,
     check_quant_blocks,
@@ -17,7 +18,7 @@ from jinfer.parallel.shard_params import (
     quant_block,
 )
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError
-from jinfer.parallel.sharding_rules import ModelSlice, ModuleShardings, shard_spec, stage_spec
+from jinfer.parallel.sharding_rules import ModuleShardings, shard_spec
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
 from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
 from jinfer.parallel.cost_model import HARDWARE, CostEstimate, estimate_decode
-from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel.memory_plan import HOST, MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan, stage_models
 from jinfer.parallel.sharding_rules import TENSOR_AXIS
 from jinfer.parallel.stage_model import StageModel
@@ -93,7 +92,7 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     planner = memory_planner(plan, whole, free_of(machine))
     with target_platform("gpu"):  # a cache on a CPU may have int8 keys as well
         views = tuple(_stage(stage, row.devices, opened) for stage, row in stages)
-        work, memory = model_cost(whole), planner.asked()
+        work, memory = model_cost(whole), planner.requested()
     tensor = max(len(row.devices) for row in plan.stages)
     found = estimate_decode(
         work, HARDWARE[machine], len(plan.stages), tensor, context=opened.context

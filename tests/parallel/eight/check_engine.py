@@ -10,9 +10,9 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.loader.open_model import open_files
 from jinfer.parallel.pipeline import Pipeline
-from jinfer.parallel.timeline import Timeline, overlap_fraction
 from tests.parallel.eight.models import opened
 from tools.bench_models import LlamaShape, make_up
+from tools.bench_partition import Timeline, overlap_fraction
 
 HYBRID = {"devices": "0&1;2&3", "layers": [2, 1]}
 KEYS: dict[str, Any] = {"engine.slots": 6, "engine.kv_tokens": 1024}
@@ -70,7 +70,8 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
         assert tokens(llm, requests) == wanted
         programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline)
-        programs.timeline = timeline = Timeline()
+        timeline = Timeline()
+        programs.observe = timeline.note
         assert tokens(llm, requests) == wanted
         busy = timeline.close()
     assert {call.stage for call in busy} == {0, 1, 2}
