@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jinfer.modelspec.partition_table import PartitionSpec
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -68,16 +70,6 @@ class ModelCost:
 
 
 @dataclass(frozen=True)
-class HostShare:
-    """What the host has of a model: keys of `[partition]`."""
-
-    host_embeddings: bool = False
-    host_kv_cache: float = 0.0
-    cpu_layers: int = 0
-    streamed_layers: int = 0
-
-
-@dataclass(frozen=True)
 class CostEstimate:
     """The estimated cost of a layout.
 
@@ -103,7 +95,7 @@ def estimate_decode(
     tensor: int,
     *,
     context: int = 1024,
-    offload: HostShare | None = None,
+    offload: PartitionSpec | None = None,
 ) -> CostEstimate:
     """The cost of a decode step, of one sequence for each stage.
 
@@ -113,9 +105,9 @@ def estimate_decode(
 
     Args:
         context: tokens of a sequence in the cache.
-        offload: what the host has; None: nothing.
+        offload: says what is offloaded to the host; None: nothing.
     """
-    host, latency, own = HOST_HARDWARE, machine.latency, offload or HostShare()
+    host, latency, own = HOST_HARDWARE, machine.latency, offload or PartitionSpec()
     on_host, cached = own.cpu_layers / work.layers, context * work.cache
     heads = min(tensor, max(1, work.kv_heads))  # the other devices replicate the cache
     reads = min(work.weights - work.tables, work.active) / tensor

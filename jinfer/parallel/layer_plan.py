@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.layer_spec import StackSpec, some_layers
@@ -16,7 +17,7 @@ from jinfer.modelspec.partition_table import CPU, PartitionSpec, device_groups
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import nbytes
-from jinfer.parallel.shard_sizes import ShardingError
+from jinfer.parallel.sharding_rules import ShardingError
 
 type StageDeviceNames = tuple[tuple[str, ...], ...]
 
@@ -178,22 +179,11 @@ def make_partition_plan(
         for name, sizes in model_bytes.layers.items()
     }
     layers[main] = counts
-    last = len(groups) - 1
-    stages = tuple(
-        PlannedStage(
-            group,
-            ModelSlice(
-                {name: _layers_of_stage(n, i) for name, n in layers.items()}, i == 0, i == last
-            ),
-        )
-        for i, group in enumerate(groups)
-    )
-    return PartitionPlan(stages, spec.lanes or min(len(groups), slots))
-
-
-def _layers_of_stage(counts: Sequence[int], index: int) -> range:
-    begin = sum(counts[:index])
-    return range(begin, begin + counts[index])
+    stages = []
+    for i, group in enumerate(groups):
+        spans = {name: range(sum(n[:i]), sum(n[: i + 1])) for name, n in layers.items()}
+        stages.append(PlannedStage(group, ModelSlice(spans, i == 0, i == len(groups) - 1)))
+    return PartitionPlan(tuple(stages), spec.lanes or min(len(groups), slots))
 
 
 def _stage_device_names(
@@ -319,27 +309,25 @@ def split_stage(
         streamed: layers of it whose weights are offloaded.
         hosted: layers of it some of whose KV cache is offloaded.
     """
-    layers_of_stage = part.layers[main]
-    runs: list[tuple[range, bool]] = []  # layers, and whether they are a single offloaded one
-    for layer in layers_of_stage:
-        alone = layer in hosted or layer in streamed
-        if runs and not alone and not runs[-1][1]:
-            runs[-1] = range(runs[-1][0].start, layer + 1), False
-        else:
-            runs.append((range(layer, layer + 1), alone))
-    others = any(len(span) for name, span in part.layers.items() if name != main)
-    if not runs or (runs[0][1] and (part.first or others)):
-        runs.insert(0, (range(layers_of_stage.start, layers_of_stage.start), False))
-    if runs[-1][1] and part.last:
-        runs.append((range(layers_of_stage.stop, layers_of_stage.stop), False))
+    span, alone = part.layers[main], {*streamed, *hosted}
+    runs = [
+        range(first, first + 1 + len(list(others)))
+        for _, others in groupby(span, lambda layer: layer if layer in alone else -1)
+        for first in [next(others)]
+    ]
+    others = any(len(rest) for name, rest in part.layers.items() if name != main)
+    if not runs or (runs[0].start in alone and (part.first or others)):
+        runs.insert(0, range(span.start, span.start))
+    if runs[-1].start in alone and len(runs[-1]) and part.last:
+        runs.append(range(span.stop, span.stop))
     split = []
-    for index, (run, alone) in enumerate(runs):
+    for index, run in enumerate(runs):
         first, last = index == 0, index == len(runs) - 1
         layers = {
             name: run if name == main else span if first else range(span.stop, span.stop)
             for name, span in part.layers.items()
         }
         run_slice = ModelSlice(layers, part.first and first, part.last and last)
-        offloaded = (alone and run.start in which for which in (streamed, hosted))
-        split.append(SubStage(run_slice, *offloaded))
+        is_offloaded = (len(run) == 1 and run.start in which for which in (streamed, hosted))
+        split.append(SubStage(run_slice, *is_offloaded))
     return split

@@ -23,14 +23,13 @@ from jinfer.engine.scheduling.cache_size import (
     host_memory,
 )
 from jinfer.loader.weights.model_size import bytes_text
-from jinfer.modelspec.partition_table import AUTO, CPU
+from jinfer.modelspec.partition_table import AUTO, CPU, PartitionSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, CacheShapes, nbytes
-from jinfer.parallel.cost_model import Hardware, HostShare, device_layouts, estimate_decode
+from jinfer.parallel.cost_model import Hardware, device_layouts, estimate_decode
 from jinfer.parallel.layer_plan import PartitionPlan, spread_evenly
 from jinfer.parallel.placement import (
     ModelToPlace,
-    check_host_cache,
     hardware_of,
     host_cache_refusal,
     main_stack,
@@ -192,9 +191,7 @@ class MemoryPlan:
             sizes = place.weights, place.tables, place.streamed, place.cache, place.together
             free = bytes_text(place.free) if place.free < float("inf") else "-"
             lines.append((str(place), *map(bytes_text, sizes), free))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([*rows, *self._room()])
+        return "\n".join([*aligned(lines), *self._room()])
 
     def _room(self) -> list[str]:
         """The lines that say how many states and tokens the cache has room for."""
@@ -210,6 +207,12 @@ class MemoryPlan:
         hosted = self.blocks.hosted.get(largest, 0)
         on_host = f", {hosted * BLOCK:,} of them on the host" if hosted else ""
         return [*lines, f"room for {blocks[largest] * BLOCK:,} tokens in the cache{on_host}"]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -330,15 +333,17 @@ def memory_planner(plan: PartitionPlan, whole: ModelToPlace, free: FreeMemory) -
     Raises:
         SpecError: the specification asks for what is not possible with any amount of memory.
     """
-    check_host_cache(plan, whole.spec)
+    spec, refusal = whole.spec, host_cache_refusal(plan, whole.spec)
+    if spec.partition.host_kv_cache and refusal:
+        raise SpecError(spec.path, "partition.host_kv_cache", refusal)
     stages = tuple(
-        stage_memory(stage, planned.devices, main_stack(whole.spec))
+        stage_memory(stage, planned.devices, main_stack(spec))
         for stage, planned in zip(stage_models(plan, whole), plan.stages, strict=True)
     )
-    streamed, engine = streamed_layers(plan, whole.spec), whole.spec.engine
+    streamed, engine = streamed_layers(plan, spec), spec.engine
     # Blocks of a prefix cache in addition to the device's come from there.
     offloads_prefixes = engine.cache_ram > 0 or engine.cache_disk is not None
-    may_host_cache = not (offloads_prefixes or host_cache_refusal(plan, whole.spec))
+    may_host_cache = not (offloads_prefixes or refusal)
     return MemoryPlanner(whole, free, stages, streamed, may_host_cache)
 
 
@@ -414,8 +419,8 @@ def offload_options(
         stages = [range(stage * tensor, (stage + 1) * tensor) for stage in range(pipe)]
         devices = ";".join("&".join(map(str, stage)) for stage in stages)
         for keys in _fitting_changes(whole, devices, free):
-            context, share = whole.context, HostShare(**keys)
-            cost = estimate_decode(work, machine, *layout, context=context, offload=share)
+            context, part = whole.context, PartitionSpec(**keys)
+            cost = estimate_decode(work, machine, *layout, context=context, offload=part)
             options.append(OffloadOption({"devices": devices, **keys}, cost.step))
     return sorted(options, key=lambda option: (option.step, len(option.keys)))
 

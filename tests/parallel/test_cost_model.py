@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.parallel.cost_model import (
     HARDWARE,
-    HostShare,
     ModelCost,
     best_layout,
     device_layouts,
@@ -46,10 +46,10 @@ def test_tensor_parallelism_lowers_latency() -> None:
 def test_offload_costs_time() -> None:
     whole = estimate_decode(WORK, A100, 1, 1).step
     for share in (
-        HostShare(host_embeddings=True),
-        HostShare(host_kv_cache=0.5),
-        HostShare(cpu_layers=2),
-        HostShare(streamed_layers=40),
+        PartitionSpec(host_embeddings=True),
+        PartitionSpec(host_kv_cache=0.5),
+        PartitionSpec(cpu_layers=2),
+        PartitionSpec(streamed_layers=40),
     ):
         assert estimate_decode(WORK, A100, 1, 1, offload=share).step > whole
 
