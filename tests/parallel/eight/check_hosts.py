@@ -87,7 +87,9 @@ def test_rows_of_other_devices_change_nothing(
     stages = make_stages(partition_plan(given), given)
     whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
     monkeypatch.setattr(DeviceGroup, "local", property(lambda site: (own,)))
-    monkeypatch.setattr(DeviceGroup, "join_shards", lambda site, parts, _: jax.device_put(parts[0]))
+    monkeypatch.setattr(
+        DeviceGroup, "join_shards", lambda site, parts, *_: jax.device_put(parts[0])
+    )
     alone = load_stages(found, stages)
     windows = [local_rows([(stages[0], source)]) for source in stages[0].model.sources]
     assert any(window is not None for window in windows)
