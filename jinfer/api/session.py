@@ -74,10 +74,6 @@ from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.template.chat_prompt import CONTINUE, Message
 from jinfer.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from jinfer.api.session import Session
-
-
 MAX_THREADS = 4096
 
 if TYPE_CHECKING:
