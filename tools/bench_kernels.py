@@ -32,7 +32,6 @@ from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
 from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas import (
-    Backend,
     PackedKV,
     PackedMatrix,
     QueryBatch,
