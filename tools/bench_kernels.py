@@ -29,7 +29,6 @@ from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
 from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas import (
-    Backend,
     PackedKV,
     PackedMatrix,
     QueryBatch,
@@ -148,9 +147,7 @@ def scattered_tables(rows: int, length: int) -> Array:
     return order.reshape(rows, length // TOKENS)
 
 
-def time_attention(
-    kind: str, context: int, decoding: int, prompt: int, backend: Backend
-) -> tuple[float, int]:
+def time_attention(kind: str, context: int, decoding: int, prompt: int) -> tuple[float, int]:
     """Seconds of attention with 32 query heads over 8 key heads, and the bytes it must read.
 
     Args:
@@ -173,7 +170,7 @@ def time_attention(
     def attentions(q: Array, keys: PackedKV, values: PackedKV) -> Array:
         def step(i: Array, q: Array) -> Array:
             at = QueryBatch(row + i * sequences, last, jnp.zeros_like(last), last, tables)
-            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend=backend)
+            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend="triton")
             # The next must wait for this one.
             return q + (out * 1e-9).astype(q.dtype)
 
