@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.cli.bench.bench_figures import table
 from jinfer.cli.inspect.inspect_partition import PlanView, view
-from jinfer.cli.run_command import JSON, SET, command, overrides_of, write_json
-from jinfer.cli.terminal.argument_parser import argument
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import overrides_of, run, write_json
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.html.svg_drawing import svg
 from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.cost_model import (
@@ -116,23 +116,32 @@ class SplitResult:
     together: float
 
 
-@command(
-    "Measures splits of a model over devices.",
-    argument("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ..."),
-    argument(
-        "--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"'
-    ),
-    argument("--requests", type=int, default=8, help="concurrent requests (8)"),
-    argument("--tokens", type=int, default=32, help="tokens per answer (32)"),
-    SET,
-    argument("--svg", metavar="FILE", help="draw when the stages of the last split were busy"),
-    JSON,
-    argument(
-        "--predict", action="store_true", help="print the cost model's estimates, without a run"
-    ),
-)
-def main(options: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
+    return run(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures splits of a model over devices."
+    )
+    add = parser.add_argument
+    add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
+    add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
+    add("--requests", type=int, default=8, help="concurrent requests (8)")
+    add("--tokens", type=int, default=32, help="tokens per answer (32)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
+    add("--json", metavar="FILE", help="write the figures as JSON")
+    add(
+        "--predict",
+        action="store_true",
+        help="print the cost model's estimates, without a run",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.predict:
         print("\n\n".join(predictions()))
         return 0
@@ -145,7 +154,8 @@ def main(options: argparse.Namespace) -> int:
         found, busy = _measure(options, overrides, devices)
         every.append(found)
     print(to_text(every))
-    write_json(options.json, [asdict(item) for item in every])
+    if options.json:
+        write_json(options.json, [asdict(each) for each in every])
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
     return 0
@@ -201,20 +211,25 @@ def to_text(every: Sequence[SplitResult]) -> str:
     heads += [] if virtual else ["ms a token", "tokens/s"]
     rows = [
         [
-            f'"{item.devices}"',
-            f"{item.weights / 2**20:.1f} MiB",
-            str(item.exchanges),
-            f"{item.moved} B",
-            f"{item.together:.0%}",
-            *([] if virtual else [f"{item.latency * 1e3:.2f}", f"{item.rate:.1f}"]),
+            f'"{each.devices}"',
+            f"{each.weights / 2**20:.1f} MiB",
+            str(each.exchanges),
+            f"{each.moved} B",
+            f"{each.together:.0%}",
+            *([] if virtual else [f"{each.latency * 1e3:.2f}", f"{each.rate:.1f}"]),
         ]
-        for item in every
+        for each in every
     ]
-    note = (
+    note = [
         f"{len(jax.devices())} virtual devices share this machine's cores: no speed is reported; "
         "exchanges and bytes are of a token"
-    )
-    return "\n".join([table(heads, rows), *(["", note] if virtual else [])])
+    ]
+    return "\n".join([*_table(heads, rows), *(["", *note] if virtual else [])])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def to_svg(busy: Sequence[StageCall]) -> str:
@@ -249,16 +264,16 @@ def predictions() -> list[str]:
                 [model, *(_cell(shape.work(bits), HARDWARE[name], n) for n in count)]
                 for model, shape in SHAPES.items()
             ]
-            tables.append(f"{name}, {word}:\n\n{table(heads, rows)}")
+            tables.append("\n".join([f"{name}, {word}:", "", *_table(heads, rows)]))
     four = SHAPES["Llama-2-13B"].work(16)
-    found = [estimate_decode(four, HARDWARE["v100"], *layout) for layout in device_layouts(4)]
+    found = [estimate_decode(four, HARDWARE["v100"], *each) for each in device_layouts(4)]
     rows = [
-        [f"{item.pipe}x{item.tensor}", f"{item.step * 1e3:.0f} ms", f"{1 / item.step:.0f}",
-         f"{item.tokens:.0f}"]
-        for item in found
+        [f"{each.pipe}x{each.tensor}", f"{each.step * 1e3:.0f} ms", f"{1 / each.step:.0f}",
+         f"{each.tokens:.0f}"]
+        for each in found
     ]  # fmt: skip
     heads = ["stages x devices", "a token", "tokens/s, one sequence", "tokens/s, full pipeline"]
-    tables.append(f"Llama-2-13B on four v100:\n\n{table(heads, rows)}")
+    tables.append("\n".join(["Llama-2-13B on four v100:", "", *_table(heads, rows)]))
     return tables
 
 
@@ -274,11 +289,11 @@ def _cell(work: ModelCost, machine: Hardware, devices: int) -> str:
     ]
     if not fitting:
         return "-"
-    fast = min(fitting, key=lambda item: item.step)
-    best = max(fitting, key=lambda item: item.tokens)
+    fast = min(fitting, key=lambda each: each.step)
+    most = max(fitting, key=lambda each: each.tokens)
     return (
         f"{fast.pipe}x{fast.tensor} {fast.step * 1e3:.1f} ms, "
-        f"{best.pipe}x{best.tensor} {best.tokens:.0f}/s"
+        f"{most.pipe}x{most.tensor} {most.tokens:.0f}/s"
     )
 
 
