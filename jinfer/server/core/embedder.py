@@ -37,7 +37,7 @@ class EmbeddingUsage(ResponseModel):
 class ListResponse(ResponseModel):
     """Results of texts, in their order."""
 
-    object: Literal[list]
+    object: Literal["list"]
     model: str
     usage: EmbeddingUsage
 

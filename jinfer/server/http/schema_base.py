@@ -141,7 +141,7 @@ class ResponseModel(BaseModel):
 class ListPage(ResponseModel):
     """A page of a list."""
 
-    object: Literal[list]
+    object: Literal["list"]
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool
