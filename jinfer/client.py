@@ -26,7 +26,7 @@ from jinfer.cli.terminal.remote_chat import (
     print_reasoning,
     stream_answer,
 )
-from jinfer.cli.terminal.show_answer import WrappingWriter
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.foreign_names import flag_hint
 from jinfer.progress import task

@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.cli.bench.bench_figures import table
 from jinfer.cli.inspect.inspect_partition import PlanView, view
-from jinfer.cli.run_command import JSON, SET, command, overrides_of, write_json
-from jinfer.cli.terminal.argument_parser import argument
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.run_command import overrides_of, run, write_json
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.html.svg_drawing import svg
 from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.pipeline import Pipeline
@@ -120,27 +120,35 @@ class SplitResult:
     together: float
 
 
-@command(
-    "Measures splits of a model over devices.",
-    argument("source", help="a spec (.toml), a checkpoint folder or file, ..."),
-    argument(
-        "--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"'
-    ),
-    argument("--requests", type=int, default=8, help="concurrent requests (8)"),
-    argument("--tokens", type=int, default=32, help="tokens per answer (32)"),
-    SET,
-    argument("--svg", metavar="FILE", help="draw when the stages of the last split were busy"),
-    JSON,
-)
-def main(options: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status. Errors are one line, never a traceback."""
+    return run(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures splits of a model over devices."
+    )
+    add = parser.add_argument
+    add("source", help="a spec (.toml), a checkpoint folder or file, ...")
+    add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
+    add("--requests", type=int, default=8, help="concurrent requests (8)")
+    add("--tokens", type=int, default=32, help="tokens per answer (32)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
+    add("--json", metavar="FILE", help="write the figures as JSON")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     overrides = overrides_of(options.set)
     every, busy = list[SplitResult](), list[StageCall]()
     for devices in options.devices or ["0"]:
         found, busy = _measure(options, overrides, devices)
         every.append(found)
     print(to_text(every))
-    write_json(options.json, [asdict(item) for item in every])
+    if options.json:
+        write_json(options.json, [asdict(each) for each in every])
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
     return 0
@@ -197,20 +205,25 @@ def to_text(every: Sequence[SplitResult]) -> str:
     heads += [] if virtual else ["ms a token", "tokens/s"]
     rows = [
         [
-            f'"{item.devices}"',
-            f"{item.weights / 2**20:.1f} MiB",
-            str(item.exchanges),
-            f"{item.moved} B",
-            f"{item.together:.0%}",
-            *([] if virtual else [f"{item.latency * 1e3:.2f}", f"{item.rate:.1f}"]),
+            f'"{each.devices}"',
+            f"{each.weights / 2**20:.1f} MiB",
+            str(each.exchanges),
+            f"{each.moved} B",
+            f"{each.together:.0%}",
+            *([] if virtual else [f"{each.latency * 1e3:.2f}", f"{each.rate:.1f}"]),
         ]
-        for item in every
+        for each in every
     ]
-    note = (
+    note = [
         f"{len(jax.devices())} virtual devices share this machine's cores: no speed is reported; "
         "exchanges and bytes are of a token"
-    )
-    return "\n".join([table(heads, rows), *(["", note] if virtual else [])])
+    ]
+    return "\n".join([*_table(heads, rows), *(["", *note] if virtual else [])])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def to_svg(busy: Sequence[StageCall]) -> str:

@@ -134,7 +134,7 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
 def empty_adapters(model: AbstractModel) -> dict[str, Any]:
     """The stacks of a model's adapters before any is loaded."""
     shapes = zip(model.names, model.parameters, strict=True)
-    found = {name: np.zeros(item.shape, item.dtype) for name, item in shapes if is_adapter(name)}
+    found = {name: np.zeros(one.shape, one.dtype) for name, one in shapes if is_adapter(name)}
     return {name: jax.device_put(values) for name, values in found.items()}
 
 
@@ -149,7 +149,7 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
     """
     pipeline: Any = engine.runner.programs.pipeline
     if pipeline is None:
-        changed = {name: jax.device_put(item) for name, item in values.items()}
+        changed = {name: jax.device_put(each) for name, each in values.items()}
         known = zip(engine.runner.model.names, engine.runner.parameters, strict=True)
         engine.runner.parameters = tuple(changed.get(name, old) for name, old in known)
         return
@@ -282,12 +282,12 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     Raises:
         SpecError: a store cannot be had.
     """
-    settings, path = plan.spec.engine, plan.spec.path
+    asked, path = plan.spec.engine, plan.spec.path
     if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
-    ram, disk = int(settings.cache_ram * _GIB), None
-    if not ram and settings.cache_disk is None:
+    ram, disk = int(asked.cache_ram * _GIB), None
+    if not ram and asked.cache_disk is None:
         return
     # Imported here, because most models ask for none.
     from jinfer.disk_cache import NoCacheError
@@ -296,18 +296,18 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
 
     if ram > (available := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         reason = (
-            f"{settings.cache_ram:g} GiB are more than the {available / _GIB:.0f} of this machine; "
+            f"{asked.cache_ram:g} GiB are more than the {available / _GIB:.0f} of this machine; "
             "it counts GiB, not MiB"
         )
         raise SpecError(path, "engine.cache_ram", reason)
     if reason := offload_refusal(engine):
         key = "cache_ram" if ram else "cache_disk"
         raise SpecError(path, f"engine.{key}", f"cannot be had {reason}")
-    if settings.cache_disk is not None:
-        folder = Path(settings.cache_disk).expanduser()
+    if asked.cache_disk is not None:
+        folder = Path(asked.cache_disk).expanduser()
         try:
             identity = cache_identity(engine.runner.programs, engine.weights_key)
-            disk = DiskStore(folder, identity, int(settings.cache_disk_size * _GIB))
+            disk = DiskStore(folder, identity, int(asked.cache_disk_size * _GIB))
         except NoCacheError as error:
             raise SpecError(path, "engine.cache_disk", str(error)) from None
     engine.offload = PrefixOffload(engine.runner, engine.scheduler, ram, disk)

@@ -17,7 +17,8 @@ from jinfer.api.classification import Classes, classification_of, classify, toke
 from jinfer.api.forward_results import fill_mask, forward_results
 from jinfer.api.generation_requests import RequestKeywords, build_requests, build_stream_request
 from jinfer.api.prompt_inputs import Params, Prompt
-from jinfer.api.session import PreparedRequest, Session, fall_asleep, wake_up
+from jinfer.api.session import PreparedRequest, Session
+from jinfer.api.sleep_mode import fall_asleep, wake_up
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
 from jinfer.engine.output.completion import (
     Chunk,

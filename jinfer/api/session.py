@@ -8,12 +8,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import jax
 import numpy as np
 
 from jinfer.api.activation_checks import SteeringVectors, compile_for, request_activations
@@ -47,16 +45,14 @@ from jinfer.api.prompt_inputs import (
     parse_prompt,
 )
 from jinfer.distributed.current_group import refuse_on_worker
-from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import AdapterUse, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
-from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, trim
+from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
 from jinfer.engine.thread_pools import explain_shutdown, note_model_opened
-from jinfer.loader.open_keywords import override_tables
-from jinfer.loader.open_model import Opened, open_files, open_model
+from jinfer.loader.open_model import Opened, open_model
 from jinfer.loader.weights.model_size import count_text, sizes_of
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import with_formats
@@ -102,7 +98,7 @@ class Session:
         steering: its named steering vectors.
         closed: whether it was closed.
         source, overrides: what was opened.
-        sleep_level, weights_at_host: while it sleeps, see `fall_asleep`; 0: it is awake.
+        sleep_level, weights_at_host: while it sleeps, see `jinfer.api.sleep_mode`; 0: it is awake.
     """
 
     closed = False
@@ -389,79 +385,3 @@ class Session:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
-
-
-ASLEEP = "the model sleeps; wake it with wake_up()"
-LEVELS = (1, 2)
-
-
-def fall_asleep(session: Session, level: int) -> None:
-    """As `LLM.sleep`."""
-    if level not in LEVELS or isinstance(level, bool):
-        raise RequestError(f"a level of sleep is {show_value(level)}; allowed: 1, 2")
-    if not session.opened.spec.partition.is_plain or jax.process_count() > 1:
-        raise RequestError("a model on several devices does not sleep; close it")
-    with session.changing:
-        if session.sleep_level >= level:
-            return
-        before, session.thread.refusal = session.thread.refusal, ASLEEP
-        try:
-            at_host = session.thread.run(partial(_release, level), always=True)
-        except RequestError:
-            session.thread.refusal = before
-            raise
-        session.sleep_level = level
-        session.weights_at_host = at_host if level == 1 else None
-
-
-def _release(level: int, engine: Engine) -> tuple[np.ndarray, ...] | None:
-    """Frees an engine's memory; what it had on another device is returned at level 1."""
-    if engine.busy:
-        raise RequestError("requests run; let the model sleep when none does")
-    engine.recover()  # KV cache, device state and prefix cache are gone
-    at_host = None
-    if level == 1 and _has_own_memory(engine):
-        at_host = tuple(np.asarray(leaf) for leaf in engine.runner.weights)
-    if level == 2 or at_host is not None:
-        engine.runner.leaves = ()
-    gc.collect(0)  # in any collection JAX drops what its threads have left
-    trim()
-    return at_host
-
-
-def _has_own_memory(engine: Engine) -> bool:
-    """Whether an engine's weights are in another memory than the host's."""
-    devices = {device for leaf in engine.runner.weights for device in leaf.devices()}
-    return any(device.platform != "cpu" for device in devices)
-
-
-def wake_up(session: Session) -> None:
-    """As `LLM.wake_up`."""
-    with session.changing:
-        if session.sleep_level == 2:
-            _load_again(session)
-        elif session.weights_at_host is not None:
-            engine, tree = (
-                session.engine,
-                jax.tree.structure(session.engine.runner.model.parameters),
-            )
-            leaves = map(jax.device_put, session.weights_at_host)
-            engine.runner.parameters = tuple(jax.tree.unflatten(tree, leaves))
-        session.weights_at_host, session.sleep_level = None, 0
-        session.thread.refusal = ""
-
-
-def _load_again(session: Session) -> None:
-    """Loads an engine's weights from the files that they came from."""
-    engine = session.engine
-    files = open_files(session.source, override_tables(session.overrides))
-    plan = session.plan(replace(session.opened, checkpoint=files.checkpoint))
-    stored = dict(zip(plan.model.names, plan.model.parameters, strict=True))
-    before = dict(zip(engine.runner.model.names, engine.runner.model.parameters, strict=True))
-    changed = next((name for name in stored if stored[name] != before.get(name)), None)
-    if changed is not None:
-        raise RequestError(
-            f"{files.path}: {changed} is not what it was when the model was opened; open it anew"
-        )
-    load(engine, plan)
-    session.adapters.restore(engine)

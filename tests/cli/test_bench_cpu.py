@@ -42,10 +42,10 @@ def test_bytes_of_a_step() -> None:
     untied = open_checkpoint(MODEL).tensors
     assert "output.weight" in untied
     table = untied["token_embd.weight"].nbytes
-    assert step_bytes(str(MODEL)) == sum(each.nbytes for each in untied.values()) - table
+    assert step_bytes(str(MODEL)) == sum(item.nbytes for item in untied.values()) - table
     tied = open_checkpoint(GOLDENS / "gguf_gemma" / "model.gguf").tensors
     assert "output.weight" not in tied
-    whole = sum(each.nbytes for each in tied.values())
+    whole = sum(item.nbytes for item in tied.values())
     assert step_bytes(str(GOLDENS / "gguf_gemma" / "model.gguf")) == whole
     assert step_bytes(str(GOLDENS / "gguf_mixtral" / "model.gguf")) is None
 

@@ -62,7 +62,7 @@ def test_a_closed_loop(running: Running, tmp_path: Path, capsys: Any) -> None:
 def test_an_open_loop_of_texts(running: Running, capsys: Any) -> None:
     more = ("--rate", "40", "--text", "--warm-up", "0", "--first-limit", "60000")
     assert main([running.url + "/v1", *COMMON, *more]) == 0
-    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("| 40/s"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| 40/s"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:3] == ["3", "0"]
     assert cells[3] == cells[4]  # all of them are good

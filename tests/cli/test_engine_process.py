@@ -41,8 +41,8 @@ def test_what_is_understood(tmp_path: Path) -> None:
     ],
 )
 def test_another_way_to_answer(lines: list[str], words: str, tmp_path: Path) -> None:
-    wanted = rf"^jinfer in old answers in another way than this version, .*{words}: compare with"
-    with pytest.raises(OSError, match=wanted) as error:
+    expected = rf"^jinfer in old answers in another way than this version, .*{words}: compare with"
+    with pytest.raises(OSError, match=expected) as error:
         measured(tmp_path, *lines)
     assert "\n" not in str(error.value)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jinfer.cli.terminal.show_answer import WrappingWriter
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 
 
 def shown(columns: int, *pieces: str) -> list[str]:

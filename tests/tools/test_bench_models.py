@@ -22,8 +22,8 @@ def test_real_weights_in_another_type(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         assert tensor.type == ("F32" if len(tensor.shape) == 1 else "Q8_0")
-        wanted = before[name].read().astype(np.float32)
-        np.testing.assert_allclose(tensor.read(), wanted, atol=np.abs(wanted).max() / 100)
+        expected = before[name].read().astype(np.float32)
+        np.testing.assert_allclose(tensor.read(), expected, atol=np.abs(expected).max() / 100)
 
 
 def test_made_up_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

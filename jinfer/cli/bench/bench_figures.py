@@ -20,7 +20,7 @@ def spread_text(values: Mapping[str, float]) -> str:
 
 def row(cells: Iterable[object]) -> str:
     """A row of a table as Markdown."""
-    return f"| {' | '.join(map(str, cells))} |"
+    return "|" + "".join(f" {cell} |" if cell != "" else " |" for cell in cells)
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

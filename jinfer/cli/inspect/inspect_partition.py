@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -102,8 +101,8 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
 
 def free_of(machine: str) -> Callable[[str], float]:
     """Bytes available for weights and cache, by device name; unlimited for the host."""
-    room = _FREE * HARDWARE[machine].memory
-    return lambda name: float("inf") if name in (CPU, HOST) else room
+    most = _FREE * HARDWARE[machine].memory
+    return lambda name: float("inf") if name in (CPU, HOST) else most
 
 
 def _stage(stage: StageModel, devices: tuple[str, ...], opened: Opened) -> StageView:
@@ -165,7 +164,9 @@ def _exchanges(jaxpr: Any) -> Iterator[str]:
         if name in _SUMS:
             yield _SUMS[name]
         values = equation.params.values()
-        for value in chain.from_iterable(v if isinstance(v, tuple) else [v] for v in values):
+        for value in (
+            each for one in values for each in (one if isinstance(one, tuple) else [one])
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _exchanges(inner)

@@ -36,12 +36,12 @@ from jinfer.quant.calibration_stats import RecordedWeight, record_inputs
 LENGTH = 512  # tokens of a window
 
 
-def text_windows(opened: Opened, text: str, max_tokens: int, length: int = LENGTH) -> list[Texts]:
+def text_windows(opened: Opened, text: str, most: int, length: int = LENGTH) -> list[Texts]:
     """Batches of token ids; an incomplete last window is dropped.
 
     Args:
         opened: the model that reads it.
-        max_tokens: tokens at most, before some of them are repeated as first ones.
+        most: max tokens, before some of them are repeated as first ones.
         length: tokens per window.
 
     Raises:
@@ -52,7 +52,7 @@ def text_windows(opened: Opened, text: str, max_tokens: int, length: int = LENGT
     if opened.tokenizer is None:
         raise RequestError("the model has no tokenizer for the calibration text")
     length = min(length, opened.context)
-    some = opened.tokenizer.encode(text)[:max_tokens]
+    some = opened.tokenizer.encode(text)[:most]
     ids = np.asarray(some[: len(some) // length * length], np.int32).reshape(-1, length)
     if not len(ids):
         raise RequestError("the calibration text is shorter than a window; give a longer one")
@@ -106,8 +106,8 @@ def importance_matrix(
             for name, leaf in own.items()
             if roles[name] in ("matrix", "head")
         }
-        rows = zip(vectors, texts, strict=True)
-        results = [jax.block_until_ready(run({**others, **own, **taps}, x, ids)) for x, ids in rows]
+        each = zip(vectors, texts, strict=True)
+        results = [jax.block_until_ready(run({**others, **own, **taps}, x, ids)) for x, ids in each]
         for name, tap in taps.items():
             found.update(_by_tensor(origins[name], tap))
         return results
@@ -133,5 +133,5 @@ def _by_tensor(origin: Origin, tap: RecordedWeight) -> dict[str, np.ndarray]:
         return {}
     squares = known(inputs).importance
     if origin.stacked:
-        return {file.name: square for file, square in zip(origin.tensors, squares, strict=True)}
+        return {file.name: each for file, each in zip(origin.tensors, squares, strict=True)}
     return {origin.tensors[0].name: squares.reshape(-1)}

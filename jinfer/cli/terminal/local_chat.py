@@ -9,8 +9,9 @@ from typing import Any
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import chat_loop, show_answer
-from jinfer.cli.terminal.show_answer import WrappingWriter, print_answer, usage_of
+from jinfer.cli.terminal.show_answer import print_answer, usage_of
 from jinfer.cli.terminal.slash_commands import plural
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names

@@ -13,8 +13,8 @@ from typing import Any
 from jinfer.api.prompt_inputs import parse_params
 from jinfer.cli.terminal import chat_loop
 from jinfer.cli.terminal.http_client import RemoteError, ServerConnection, dicts_in
-from jinfer.cli.terminal.show_answer import WrappingWriter
 from jinfer.cli.terminal.slash_commands import plural
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams

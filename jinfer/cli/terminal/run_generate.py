@@ -25,7 +25,7 @@ from jinfer.cli.terminal.flag_conflicts import (
 )
 from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
-from jinfer.cli.terminal.show_answer import WrappingWriter
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
@@ -201,11 +201,11 @@ def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) ->
     if as_json:
         show_answer.print_report(llm, list(map(show_answer.report_of_completion, found)), usage)
         return 0
-    for number, item in enumerate(found, start=1):
+    for number, each in enumerate(found, start=1):
         if len(found) > 1:
             print(f"--- {number} of {len(found)}")
         screen = WrappingWriter()
-        screen(show_answer.display_text(llm, item.text, item.token_ids))
+        screen(show_answer.display_text(llm, each.text, each.token_ids))
         screen.end()
     print(show_answer.timings(llm, usage), file=sys.stderr)
     return 0

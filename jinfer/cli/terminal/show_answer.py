@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,77 +16,6 @@ from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
 from jinfer.progress import task
-
-_TAB = 8
-
-
-class WrappingWriter:
-    """Write an answer as it comes.
-
-    On a terminal, a word that does not fit its line moves to the next one. Elsewhere the text is
-    unchanged.
-
-    Attributes:
-        columns: width of the terminal; 0 if output is not a terminal.
-        column: column of the next character.
-    """
-
-    def __init__(self, columns: int | None = None) -> None:
-        self.columns = _columns() if columns is None else columns
-        self.column = 0
-        self._word = ""  # an unfinished word of single-width characters
-
-    def __call__(self, text: str) -> None:
-        """Write a piece of an answer."""
-        wrapped = self.wrapped(text)  # also advances the column
-        progress.write(wrapped, line_open=self.column > 0)
-
-    def end(self, mark: str = "") -> None:
-        """End an answer's line, with a mark after it."""
-        self.column, self._word = 0, ""
-        progress.write(f"{mark}\n")
-
-    def wrapped(self, text: str) -> str:
-        """A piece with line breaks inserted."""
-        return "".join(map(self._placed, text)) if self.columns else text
-
-    def _placed(self, letter: str) -> str:
-        if letter == "\n":
-            self.column, self._word = 0, ""
-            return letter
-        width = _TAB - self.column % _TAB if letter == "\t" else _width(letter)
-        fits = self.column + width < self.columns
-        if letter in " \t":
-            self._word = ""
-            self.column += width if fits else 0  # invisible at the end of a line
-            return letter if fits else ""
-        broken = ""
-        if not fits:
-            moved = self._word if len(self._word) < min(self.column, self.columns // 2) else ""
-            back = f"\x1b[{len(moved)}D\x1b[K" if moved else ""
-            broken, self.column, self._word = f"{back}\n{moved}", len(moved), moved
-        self.column += width
-        # Wide characters (Chinese, ...) may be separated by a line break.
-        self._word = self._word + letter if width == 1 else ""
-        return broken + letter
-
-
-def _width(letter: str) -> int:
-    if letter < "\u0300":
-        return 1
-    if unicodedata.combining(letter) or letter in "\u200b\u200d\ufe0f":
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-def _columns() -> int:
-    """The width of the terminal on standard output; 0 if it is none, or cannot move the cursor."""
-    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return 0
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80  # some terminals report 0
-    except (OSError, ValueError):
-        return 0
 
 
 def print_answer(
@@ -188,7 +115,7 @@ def _entry(
     text: str, ids: list[int], reason: str | None, logprobs: list[TokenLogprob]
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"text": text, "token_ids": ids, "finish_reason": reason}
-    return entry | ({"logprobs": [asdict(logprob) for logprob in logprobs]} if logprobs else {})
+    return entry | ({"logprobs": [asdict(each) for each in logprobs]} if logprobs else {})
 
 
 def print_report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> None:
@@ -294,6 +221,6 @@ def acceptance_table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequ
     """The acceptance rate of each draft source by depth, given that the parent was accepted."""
     lines = []
     for source, depths in sorted(tried.items()):
-        shares = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
-        lines.append(f"{source}, right by depth: {' '.join(shares)}")
+        each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
+        lines.append(f"{source}, right by depth: {' '.join(each)}")
     return lines

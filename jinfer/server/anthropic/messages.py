@@ -218,10 +218,7 @@ async def create_message(
     request.note(user=body.metadata and body.metadata.user_id)
     if body.stream:
         return StreamedResponse(_stream_events(request), failed=_failed)
-    async with (
-        request.running(_prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(_prepare) as (model, run, pieces):
         answer = _MessageFormatter(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -348,10 +345,7 @@ async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGener
     def named(event: dict[str, Any]) -> bytes:
         return sse_event(event, event["type"])
 
-    async with (
-        request.running(_prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(_prepare) as (model, run, pieces):
         answer = _MessageFormatter(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:

@@ -25,6 +25,8 @@ from jinfer.server.http.metrics import RequestTimer
 _GRACE = 1.0
 _PROGRESS_SECONDS = 0.25  # between two prefill progress events
 
+type ChunkBatch = list[tuple[int, Chunk]] | None  # with the indices of answers; see `chunks`
+
 
 @dataclass
 class RequestRunner:
@@ -61,7 +63,7 @@ class RequestRunner:
         """Return the prompt of an answer."""
         return self.jobs[self.owners[index]]
 
-    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
+    async def chunks(self) -> AsyncGenerator[ChunkBatch]:
         """Yield lists of (answer index, chunk); `usages` is complete at the end.
 
         None is yielded once, when the engine has accepted the requests: from then on an answer is

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from jinfer.engine.requests import DeadlineError
 from jinfer.server.core.prompt_requests import PromptRequests, check_captured_bytes
 from jinfer.server.core.request_activations import check_inspection
-from jinfer.server.core.request_runner import RequestRunner
+from jinfer.server.core.request_runner import ChunkBatch, RequestRunner
 from jinfer.server.http import request_body
 from jinfer.server.http.client_shares import Shares
 from jinfer.server.http.http_errors import (
@@ -209,6 +209,17 @@ class RequestContext[B: BaseModel]:
                 yield model, run
             finally:
                 self.note(**run.summary())
+
+    @contextlib.asynccontextmanager
+    async def streaming(
+        self, prepare: Prepare
+    ) -> AsyncIterator[tuple[ServedModel, RequestRunner, AsyncIterator[ChunkBatch]]]:
+        """As `running`, with the batches of chunks as they come."""
+        async with (
+            self.running(prepare) as (model, run),
+            contextlib.aclosing(run.chunks()) as batches,
+        ):
+            yield model, run, batches
 
 
 type Prepare = Callable[[RequestContext[Any], ServedModel], Sequence[PromptRequests]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -154,7 +153,7 @@ def _conversation(request: RequestContext[InferflowRequest], model: ServedModel)
 async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Yield the chunks, each followed by an empty line; the last chunk has `is_end`."""
     begun = time.perf_counter()
-    async with request.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with request.streaming(_prepare) as (_, _, pieces):
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

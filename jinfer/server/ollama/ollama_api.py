@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -96,10 +95,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
     if body.stream is not False:
         return StreamedResponse(_lines(request, clock), NDJSON_MEDIA_TYPE, _failed)
     prepare = partial(_prepare, clock)
-    async with (
-        request.running(prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(prepare) as (model, run, pieces):
         answer, whole = _OllamaFormatter(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -121,10 +117,7 @@ async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
 async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
     """Yield the lines of a stream; the last line has the statistics."""
     prepare = partial(_prepare, clock)
-    async with (
-        request.running(prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(prepare) as (model, run, pieces):
         answer = _OllamaFormatter(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]

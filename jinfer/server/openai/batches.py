@@ -85,14 +85,10 @@ class BatchObject(base.ResponseModel):
     errors: dict[str, Any] | None = None
 
 
-class BatchList(base.ResponseModel):
+class BatchList(base.ListPage):
     """The response of GET /v1/batches."""
 
-    object: Literal["list"]
     data: list[BatchObject]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 @routes.add("POST /v1/batches", BatchObject)

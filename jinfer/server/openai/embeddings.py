@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from jinfer.loader.config.pooling_config import Pooling, Vectors
 from jinfer.server.core.embedder import (
-    EmbeddingUsage,
+    ListResponse,
     coded_vector,
     either_field,
     embedder_of,
@@ -93,13 +93,10 @@ class EmbeddingObject(ResponseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(ResponseModel):
+class EmbeddingResponse(ListResponse):
     """The response of /v1/embeddings: vectors in the order of the texts."""
 
-    object: Literal["list"]
     data: list[EmbeddingObject]
-    model: str
-    usage: EmbeddingUsage
 
 
 class FillMaskRequest(RequestModel):
@@ -128,13 +125,10 @@ class MaskText(ResponseModel):
     masks: list[list[MaskToken]]
 
 
-class FillMaskResponse(ResponseModel):
+class FillMaskResponse(ListResponse):
     """The response of /fill-mask, in the order of the texts."""
 
-    object: Literal["list"]
-    model: str
     data: list[MaskText]
-    usage: EmbeddingUsage
 
 
 @routes.add("POST /v1/embeddings /embeddings", EmbeddingResponse)

@@ -191,14 +191,10 @@ class FileObject(base.ResponseModel):
     status: Literal["processed"]
 
 
-class FileList(base.ResponseModel):
+class FileList(base.ListPage):
     """The response of GET /v1/files."""
 
-    object: Literal["list"]
     data: list[FileObject]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 class DeletedFile(base.ResponseModel):

@@ -188,10 +188,7 @@ class _Answering:
             first = number - len(events)
             return [{**event, "sequence_number": first + i} for i, event in enumerate(events)]
 
-        async with (
-            self.request.running(prepare) as (model, run),
-            contextlib.aclosing(run.chunks()) as pieces,
-        ):
+        async with self.request.streaming(prepare) as (model, run, pieces):
             answer = _ResponseFormatter(self, model, run)
             begun = False
             async for batch in pieces:

@@ -15,7 +15,7 @@ from jinfer.api.classification import TypedTokens, classify
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.core.embedder import (
     Embedder,
-    EmbeddingUsage,
+    TaskResponse,
     coded_vector,
     embedder_of,
     truncate_vectors,
@@ -52,16 +52,11 @@ class TextClass(ResponseModel):
     num_classes: int
 
 
-class ClassifyResponse(ResponseModel):
+class ClassifyResponse(TaskResponse):
     """The response of /classify, in the order of the texts."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     labels: list[str] = Field(description="labels, in the order of `probs`")
     data: list[TextClass]
-    usage: EmbeddingUsage
 
 
 class PoolingRequest(RequestModel):
@@ -93,15 +88,10 @@ class PooledText(ResponseModel):
     data: list[Any] | str
 
 
-class PoolingResponse(ResponseModel):
+class PoolingResponse(TaskResponse):
     """The response of /pooling, in the order of the texts."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PooledText]
-    usage: EmbeddingUsage
 
 
 @routes.add("POST /classify /v1/classify", ClassifyResponse)

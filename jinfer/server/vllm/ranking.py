@@ -20,6 +20,7 @@ from jinfer.modelspec.model_spec import Activation
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
+    TaskResponse,
     either_field,
     embedder_of,
     usage_of,
@@ -118,15 +119,10 @@ class Score(ResponseModel):
     score: float
 
 
-class ScoreResponse(ResponseModel):
+class ScoreResponse(TaskResponse):
     """The response of /score, in the order of the pairs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
     similarity: Compared = Field(description=_HOW)
     activation: Activation | None = Field(None, description="activation of a head's score")
 
