@@ -166,9 +166,9 @@ class HostKVCache:
                 partials.append(attend(attention, inputs, device, on_host=False))
             result = attend(attention, inputs, host, on_host=True)
             attended[name] = (*partials, calls.move(result, host_group, group))
-        rest, own = partial(after_attention, model), (states, cross, x, batch, attended)
-        named = {"key": ("tell", stage.kind), "donated": 1, "thread": thread}
-        states, out = calls(f"{thread} rest", group, rest, leaves, *own, **named)
+        rest, given = partial(after_attention, model), (states, cross, x, batch, attended)
+        named = {"key": ("rest", stage.kind), "donated": 1, "thread": thread}
+        states, out = calls(f"{thread} rest", group, rest, leaves, *given, **named)
         return SplitPools(device | states, host), out
 
     def copy(
@@ -219,8 +219,8 @@ class HostKVCache:
         for place in (0, 1):
             # Copies that are not within this memory become a copy of its first block onto itself.
             inside = {g: (a == place) & (b == place) for g, (a, b) in above.items()}
-            ids = [ids_in(place, each, inside, 0) for each in (sources, targets)]
-            pools = call("copy", place, function, cache[place], *ids, count, donated=0)
+            both = [ids_in(place, each, inside, 0) for each in (sources, targets)]
+            pools = call("copy", place, function, cache[place], *both, count, donated=0)
             if incoming:
                 arriving = {g: (a != b) & (b == place) for g, (a, b) in above.items()}
                 given = pools, incoming[place], ids_in(place, targets, arriving, -1)

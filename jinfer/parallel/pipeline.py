@@ -32,6 +32,7 @@ from jinfer.engine.runner.step_forms import (
     TapStep,
 )
 from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.engine.runner.step_table import abstract_tables
 from jinfer.engine.runner.verify import Nodes, accept_states
 from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
@@ -220,6 +221,7 @@ class Pipeline:
         """The chain of a step, with its programs; errors as of `program`."""
         leaves = tuple(leaf for stage in self.stages for leaf in stage.abstract_leaves)
         caches, states = self.abstract_caches, (self._abstract_state,) * self.lanes.count
+        given = step.arguments
         match step:
             case StateStep():
                 own: tuple[Any, ...] = (states,)
@@ -230,12 +232,14 @@ class Pipeline:
             case ForwardStep():
                 own = leaves, caches, states
             case TapStep():
+                # Its tables are those of all micro-batches.
+                given = *given[:2], abstract_tables(self.sizes, self.sizes.slots)
                 own = (self.hidden_taps(caches),)
             case StepFunction():
                 reason = f"there is no {key.kind} on several devices; leave out [partition]"
                 raise EngineError(reason)
         calls = StepCalls(True, self._table, self.launch, self.move)
-        StepChain(self, step, key, calls)(*own, *step.arguments)
+        StepChain(self, step, key, calls)(*own, *given)
         return StepChain(self, step, key, replace(calls, compiling=False))
 
 
@@ -400,7 +404,7 @@ class StepChain:
                 forward = pipeline.host_cache.forward
                 cache, x = forward(calls, thread, stage, weights, cache, hidden, *both)
             else:
-                wants, chosen = (step.wants, chosen) if stage.last else ((), None)
+                wants, chosen = (step.wants, chosen) if stage.model.slice.last else ((), None)
                 function = partial(_forward, stage.model, wants, step.drafted)
                 named: Any = {"key": (wants, step.drafted), "donated": 1}
                 named["out"] = (pipeline.cache_specs[number], _FIRST_AXIS), _REPLICATED

@@ -14,6 +14,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -150,7 +151,7 @@ def differing(
     *messages: str,
     sources: Sequence[str] = (GOLDEN, GOLDEN),
     more: Sequence[Sequence[str]] = ((), ()),
-    variables: Sequence[dict[str, str]] = ({}, {}),
+    variables: Sequence[dict[str, Any]] = ({}, {}),
     keys: Sequence[str] = PLAN,
 ) -> None:
     """Two processes with other sources, flags or variables end with the same line."""

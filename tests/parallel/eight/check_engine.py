@@ -45,7 +45,8 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     requests = mixed_requests(6)
     with LLM(model, **keys) as llm:
         expected = tokens(llm, requests)
-    with LLM(model, **keys, **{"partition.devices": "0;1;2"}) as llm:
+    plan: dict[str, Any] = {"partition.devices": "0;1;2"}
+    with LLM(model, **keys, **plan) as llm:
         assert tokens(llm, requests) == expected
         pipeline = llm.session.engine.runner.programs.pipeline
         assert isinstance(pipeline, Pipeline)
