@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -156,8 +157,13 @@ def test_a_type_without_a_peer(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_worker_of_before_is_still_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of jinfer, measuring beside this one, starts it so."""
-    seen = []
-    monkeypatch.setattr(bench_cpu, "_work", lambda options: seen.append(options) or 0)
+    seen = list[Namespace]()
+
+    def work(options: Namespace) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(bench_cpu, "_work", work)
     assert main(["--worker", "jinfer", "m.gguf", "--set", "a=1"]) == 0
     (options,) = seen
     assert (options.worker, options.models, options.set) == ("jinfer", ["m.gguf"], ["a=1"])
