@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
+from jinfer.modelspec.image_table import ImageSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
@@ -218,6 +219,7 @@ class ModelSpec:
             the specification does not follow: "refuse" the model, or only "warn".
         generation: defaults of `SamplingParams`.
         adapters: LoRA adapters that are loaded with the model.
+        image: how images are read; None: the model reads text alone.
     """
 
     path: str
@@ -235,6 +237,7 @@ class ModelSpec:
     classification: ClassificationSpec = field(default_factory=ClassificationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[AdapterSpec, ...] = ()
+    image: ImageSpec | None = None
 
     @property
     def decoder(self) -> StackSpec | None:
