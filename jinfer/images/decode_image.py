@@ -146,6 +146,6 @@ def _upright(module: Any, image: Image, orientation: int) -> Image:
     if orientation not in _TURNED:
         return image
     turn = module.Transpose
-    ways = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE)
-    ways += (turn.ROTATE_270, turn.TRANSVERSE, turn.ROTATE_90)
-    return image.transpose(ways[orientation - 2])
+    mirrored = [turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM]
+    sideways = [turn.TRANSPOSE, turn.ROTATE_270, turn.TRANSVERSE, turn.ROTATE_90]
+    return image.transpose([*mirrored, *sideways][orientation - 2])

@@ -63,10 +63,11 @@ def expand_placeholders(
     if len(parts) - 1 != len(images):
         count = f"{len(images)} images are given"
         raise ImageError(f"the prompt has {len(parts) - 1} places for images ({marker}), {count}")
-    pieces, counts = [hide_marker(parts[0], name)], []
+    pieces, counts = [hide_marker(parts[0], name)], list[tuple[int, int]]()
     for number, (image, after) in enumerate(zip(images, parts[1:], strict=True)):
         for piece in image.layout:
-            counts += [(number, piece)] if isinstance(piece, int) else []
+            if isinstance(piece, int):
+                counts.append((number, piece))
             pieces.append(name if isinstance(piece, int) else piece.replace(NUMBER, str(number)))
         pieces.append(hide_marker(after, name))
     encoded = tokenizer.encode_marked("".join(pieces))
@@ -74,11 +75,11 @@ def expand_placeholders(
         raise ImageError(f"the tokenizer does not parse {name!r}, the placeholder of images")
     ids: list[int] = [*tokenizer.special.prefix] if special else []
     runs: list[list[tuple[int, int]]] = [[] for _ in images]
-    left = iter(counts)
-    for each in encoded:
-        number, count = next(left) if each == id else (-1, 1)
-        if each == id:
+    remaining = iter(counts)
+    for token in encoded:
+        number, count = next(remaining) if token == id else (0, 1)
+        if token == id:
             runs[number].append((len(ids), count))
-        ids += [each] * count
+        ids += [token] * count
     ids += tokenizer.special.suffix if special else ()
     return ids, tuple(map(tuple, runs))

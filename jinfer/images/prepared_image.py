@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NUMBER = "{number}"  # in a layout's texts: the number of the image in its prompt, from 0
 _PLACE = re.compile(r"\{(\w+)\}")
 
+type _Parts = Mapping[str, Sequence[str | int]]  # places of a text -> what they become
+
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
@@ -108,7 +110,10 @@ def _cut(
     for step in canvas.steps:
         height, width = step.size
         if isinstance(step, ResizeStep):
-            image = image.resize((width, height), module.Resampling(spec.resample))
+            # Columns first, as torchvision does: the result is rounded to bytes in between, and
+            # versions of Pillow take the two passes in different orders.
+            for size in ((width, image.height), (width, height)):
+                image = image.resize(size, module.Resampling(spec.resample))
             continue
         colour = tuple(int(mean * 255) for mean in spec.mean) if step.mean else (0, 0, 0)
         whole = module.new("RGB", (width, height), colour)
@@ -173,7 +178,7 @@ def _layout(
     text = layout.single if single and layout.single is not None else layout.image
     first = int(plan.overview_first)
     overview = grids[0] if plan.overview_first or single else grids[-1]
-    parts: dict[str, Sequence[str | int]] = {
+    parts: _Parts = {
         "number": [NUMBER],
         "tiles": [] if single or plan.tiles is None else _tiles(grids[first:], plan.tiles, layout),
         "overview": _lines(overview, layout) if single or plan.overview else [],
@@ -189,16 +194,21 @@ def _tiles(grids: Sequence[Pair], canvas: CanvasPlan, layout: ImageLayoutSpec) -
             if row or column:
                 pieces.append(layout.between_tiles if column else layout.between_rows)
             features = _lines(grids[row * canvas.grid[1] + column], layout)
-            names = {"features": features, "row": [str(row + 1)], "column": [str(column + 1)]}
+            names: _Parts = {
+                "features": features,
+                "row": [f"{row + 1}"],
+                "column": [f"{column + 1}"],
+            }
             pieces += _filled(layout.tile, names)
     return pieces
 
 
 def _lines(grid: Pair, layout: ImageLayoutSpec) -> list[str | int]:
-    return [grid[1], *([layout.between_lines, grid[1]] * (grid[0] - 1))]
+    lines: list[str | int] = [layout.between_lines, grid[1]] * grid[0]
+    return lines[1:]
 
 
-def _filled(text: str, parts: Mapping[str, Sequence[str | int]]) -> Iterator[str | int]:
+def _filled(text: str, parts: _Parts) -> Iterator[str | int]:
     """Yield a text whose places are filled."""
     for number, piece in enumerate(_PLACE.split(text)):
         yield from parts[piece] if number % 2 else [piece]

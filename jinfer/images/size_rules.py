@@ -318,7 +318,7 @@ def _canvas_tiles(size: Pair, rule: CanvasTilesSpec, spec: ImageSpec) -> ImagePl
     tile, square = rule.tile, (rule.tile, rule.tile)
     grids = [(rows, columns) for columns, rows in _grids(1, rule.max_tiles)]
     # The processor compares scales in float32.
-    scales = np.min(np.float32(np.array(grids) * tile) / np.float32(size), axis=1)
+    scales = np.min(np.array(grids, np.float32) * tile / np.array(size, np.float32), axis=1)
     enlarging = scales[scales >= 1]
     pick = np.max if rule.enlarge or not len(enlarging) else np.min
     scale = pick(enlarging if len(enlarging) else scales)
