@@ -23,6 +23,7 @@ from jinfer.loader.config.config_json import (
     multimodal,
     quant_settings,
     read_config,
+    with_image_processor,
 )
 from jinfer.loader.config.generation_config import (
     check_defaults,
@@ -203,7 +204,7 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     source = full_source(source, Path.cwd())
     files = read_spec_file(source, locate(source, Path.cwd()), overrides)
     checkpoint, path = open_checkpoint(files.weights), config_path(files.weights)
-    whole = read_config(path, checkpoint)
+    whole = with_image_processor(read_config(path, checkpoint), path.parent)
     config = language_model(whole)
     if checkpoint.format in _QUANTIZED and not isinstance(checkpoint, NativeCheckpoint):
         # Imported here, because GGUF files need none of the layouts.

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.image_table import read_image
 from jinfer.modelspec.model_spec import (
     EngineSpec,
     ModelSpec,
@@ -46,7 +47,8 @@ from jinfer.modelspec.toml_tables import (
 
 STACKS = ("encoder", "decoder")
 VISION = "vision"
-_MODEL_TABLES = ("dims", "modules", *STACKS, VISION)  # tables that define the model
+# Tables that define the model.
+_MODEL_TABLES = ("dims", "modules", "image", *STACKS, VISION)
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = (
     *("dtype", "prompt", "engine", "quantization", "partition", "speculation"),
@@ -158,6 +160,7 @@ def resolve(
         speculation=read_speculation(whole.get("speculation", {}), values),
         classification=read_classification(whole.get("classification", {}), values),
         generation=whole.get("generation", {}),
+        image=read_image(whole.get("image", {}), values),
         adapters=read_adapters(whole.get("adapters", {}), path),
         vision=vision,
     )

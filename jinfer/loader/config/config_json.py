@@ -43,6 +43,24 @@ def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_json(path) if path_exists(path) else {}
 
 
+def with_image_processor(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Add the settings of a checkpoint's image processor to its config, as `image_processor`.
+
+    Transformers 5 writes them to processor_config.json, in a table of their own, earlier versions
+    to preprocessor_config.json, and the processor's to processor_config.json.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    processor, own = (
+        read_json(path) if path_exists(path := folder / name) else {}
+        for name in ("processor_config.json", "preprocessor_config.json")
+    )
+    nested = processor.pop("image_processor", None)
+    found = {**processor, **own, **(nested if isinstance(nested, dict) else {})}
+    return {**config, "image_processor": found} if found else config
+
+
 def config_path(path: Path) -> Path:
     """Return the path of config.json for a checkpoint's folder or file."""
     return (path if path.is_dir() else path.parent) / "config.json"
