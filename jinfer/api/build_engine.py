@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.engine.runner.image_encoder import ImageEncoder
-from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
+from jinfer.engine.runner.image_encoder import PATCHES, ImageEncoder
+from jinfer.engine.runner.image_rows import EncodedImages, ImageFeatures, ImageShapes
+from jinfer.engine.runner.model_runner import SIZES, ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
@@ -41,8 +43,10 @@ from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jinfer.images.prepared_image import PreparedImage
     from jinfer.speculate.build_drafters import OpenedDrafters
 
+_GIB = 1 << 30
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
@@ -59,6 +63,24 @@ def build_image_encoder(
 ) -> ImageEncoder:
     """The encoder of images for an engine, on its home device; `load_image_encoder` follows."""
     return ImageEncoder.of(plan.model, program_cache, engine.runner.programs.home_device)
+
+
+def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
+    """The features of images for an engine: what its encoder gives, and what is kept of it."""
+    spec, vision = opened.spec, opened.spec.vision
+    assert spec.image is not None, "it has an encoder of images"
+    assert vision is not None, "it has an encoder of images"
+    hidden, deepstack = int(spec.dims["hidden"]), 0
+    if any("deepstack" in stack.head.assigned for stack in vision.stacks):
+        made = encoder.runner.programs.abstract_result(StepKey("encode_image", PATCHES[0], rows=1))
+        deepstack = made["deepstack"].shape[-1] // hidden
+    grid, both_ways = spec.image.position == "grid", spec.image.mask != "causal"
+
+    def encode(image: PreparedImage) -> ImageFeatures:
+        return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
+
+    shapes = ImageShapes(hidden, deepstack, grid, both_ways)
+    return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
 
 
 def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
@@ -241,7 +263,8 @@ def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
 def _sizes(opened: Opened, model: AbstractModel, blocks: dict[str, int]) -> Sizes:
     vocab, room = opened.spec.dims.get("vocab", 0), model.modules.adapters
     slots, adapters = opened.spec.engine.slots, 0 if room is None else room.count
-    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters)
+    offsets = opened.spec.image is not None and opened.spec.image.position == "grid"
+    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters, offsets)
 
 
 def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> list[StepKey]:
@@ -298,15 +321,14 @@ def all_shapes(engine: Engine) -> list[StepKey]:
         for size in engine.scheduler.sizes
         for chosen in sorted({1, engine.runner.sampled_rows(size, 2)})
     ]
+    if (images := engine.runner.images) is not None:
+        flat += [replace(key, images=images.shapes) for key in flat if key.tokens >= SIZES[0]]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
     for stages in sampler_sets():
         shapes += [StepKey("sample", chosen=count, stages=stages) for count in choices]
         shapes += [StepKey("decode", count, stages=stages) for count in counts]
     return shapes
-
-
-_GIB = 1 << 30
 
 
 def start_offload(engine: Engine, plan: WeightPlan) -> None:
