@@ -20,15 +20,20 @@ from jinfer.api.build_engine import (
     announce_first,
     announce_stored,
     build_engine,
+    build_image_encoder,
+    encoded_images,
     forget_tokenizer,
     load,
+    load_image_encoder,
     open_drafts,
+    plan_images,
 )
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
     check_thinking,
     parallel_sampling,
+    prompt_images,
     sampling_row,
     start_grammar,
     thinking_limit,
@@ -46,7 +51,7 @@ from jinfer.api.prompt_inputs import (
 )
 from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import AdapterUse, Request, RequestError
+from jinfer.engine.requests import AdapterUse, ImageSpan, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
@@ -93,6 +98,7 @@ class Session:
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
         family, stored_as: of the model, in a word each (`jinfer.loader.open_model`).
+        image_encoder: its encoder of images; None if it has none.
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
@@ -137,7 +143,14 @@ class Session:
         self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), program_cache)
         self.adapters = Adapters.of(opened)
         plan = self.plan(opened)
-        self.engine = build_engine(opened, self.adapters.room_in(plan.model), program_cache)
+        images = plan_images(opened, program_cache)
+        model = self.adapters.room_in(plan.model)
+        self.engine = build_engine(opened, model, program_cache, images)
+        self.image_encoder = (
+            None if images is None else build_image_encoder(images, self.engine, program_cache)
+        )
+        if self.image_encoder is not None:
+            self.engine.runner.images = encoded_images(opened, self.image_encoder)
         drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -153,6 +166,8 @@ class Session:
             announce_stored(self.engine)
         begun = time.perf_counter()
         load(self.engine, plan, progress=progress)
+        if self.image_encoder is not None and images is not None:
+            load_image_encoder(self.image_encoder, images, progress=progress)
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.adapters.load_listed(self.engine, self.thread)
@@ -161,7 +176,7 @@ class Session:
         # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
         # a hundred thousand strings, of which the tokenizer has copies.
         file = replace(opened.checkpoint, tensors={}, metadata={})
-        self.opened = replace(opened, checkpoint=file)
+        self.opened = replace(opened, checkpoint=file, images=None)
         self.thread.start()
         # What is loaded stays, and need not be searched for garbage again. Garbage is collected
         # first: it would stay too, and keep the callers' frames and this object alive.
@@ -299,6 +314,7 @@ class Session:
         priority: int = 0,
         timeout: float | None = None,
         adapter: AdapterUse | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> list[PreparedRequest]:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
@@ -307,6 +323,7 @@ class Session:
             priority: lower ones go first.
             timeout: seconds after which they are aborted.
             adapter: the LoRA adapter that they are computed with.
+            images: those of the prompt, with the places of their features.
 
         Raises:
             RequestError: it cannot be run.
@@ -347,6 +364,7 @@ class Session:
             adapter=adapter,
             thinking=thinking_limit(self.opened, sampling, ids),
             activations=activations,
+            images=prompt_images(self.engine, self.opened.spec.image, ids, images, sampling),
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)

@@ -22,6 +22,7 @@ from jinfer.nn.attention_features import (
 from jinfer.nn.attention_taps import tap_cached_pattern, tap_text_pattern
 from jinfer.nn.feed_forward import Router
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
+from jinfer.nn.image_modules import GridRotary, window_bias
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes, scaled_queries
@@ -61,6 +62,8 @@ class Attention(GatedHeads):
             self.v_norm = HeadNorm(block.v_norm, block.kv_heads, block.value_width, "kv_heads")
         if isinstance(block.position, position_blocks.RopeSpec):
             self.rope = Rotary(block.position, dtype)
+        if isinstance(block.position, position_blocks.GridRopeSpec):
+            self.rope = GridRotary(block.position)
         if isinstance(block.position, position_blocks.RelativeBiasSpec):
             self.relative = RelativeBias(block.position, block.heads)
         if isinstance(block.position, position_blocks.DisentangledSpec):
@@ -90,7 +93,7 @@ class Attention(GatedHeads):
         if self.block.kv_layer is not None:
             (q,) = self._products(x, "q")
             q = tapped("q", split_heads(self._queries(q, batch), self.block.heads))
-            rules = self._rules(q, q, batch.positions, causal=True)
+            rules = self._rules(q, q, batch, causal=True)
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
             flat = tap_cached_pattern(flat, q[0], cache, batch, rules)
@@ -111,7 +114,7 @@ class Attention(GatedHeads):
     ) -> tuple[Array, AttentionCache | None]:
         """Computes the heads' outputs [batch, tokens, heads, value_dim], and the new cache."""
         q, k, v = tapped("q", q), tapped("k", k), tapped("v", v)
-        rules = self._rules(q, k, batch.positions, causal=cache is not None)
+        rules = self._rules(q, k, batch, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
             out = attend_text(q, k, v, batch.lengths, rules)
@@ -179,13 +182,13 @@ class Attention(GatedHeads):
             part = jnp.clip(part, -block.clip, block.clip)
         if norm is not None and block.qk_norm is not None and not block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)
-        if isinstance(block.position, position_blocks.RopeSpec):
+        if isinstance(block.position, position_blocks.RopeSpec | position_blocks.GridRopeSpec):
             part = self.rope(part, batch.cos_sin_of(self.rope), block.head_dim)
         if norm is not None and block.qk_norm is not None and block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)
         return part
 
-    def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
+    def _rules(self, q: Array, k: Array, batch: ForwardBatch, causal: bool) -> ScoreRules:
         block = self.block
         scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         rules = ScoreRules(
@@ -197,9 +200,12 @@ class Attention(GatedHeads):
             sinks=self.sinks[...] if block.sinks else None,
             slopes=self._slopes(),
         )
+        if block.grid_window is not None and batch.grid is not None:
+            window = window_bias(batch.grid, batch.positions, block.grid_window)
+            rules = rules._replace(bias=window)
         match block.position:
             case position_blocks.DisentangledSpec():
-                return rules._replace(bias=self._disentangled(q, k, positions, scale))
+                return rules._replace(bias=self._disentangled(q, k, batch.positions, scale))
             case position_blocks.RelativeBiasSpec():
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)

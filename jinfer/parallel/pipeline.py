@@ -33,6 +33,7 @@ from jinfer.engine.runner.step_table import abstract_tables
 from jinfer.engine.runner.verify import Nodes
 from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.row_edits import IMAGES
 from jinfer.ops.attention.kv_blocks import abstract_rows
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
@@ -266,8 +267,9 @@ class Pipeline:
         tables, rest = step.without_tables(step.arguments)
         begin = compiler.at_home(("begin", key), step.begin, (), state, {}, *rest)
         batch, last, carried = begin.out
-        rows = jax.tree.leaves(tables)[0].shape[0]
-        batch = batch._replace(tables=abstract_tables(self.sizes, rows))
+        images = {name: table for name, table in tables.items() if name == IMAGES}
+        rows = next(table.shape[0] for name, table in tables.items() if name != IMAGES)
+        batch = batch._replace(tables=abstract_tables(self.sizes, rows) | images)
         made = compiler.decoder(batch, last, step.wants, drafted=step.drafted)
         if not step.samples:
             return ForwardParts(begin.program, made, None)

@@ -1,13 +1,14 @@
-"""Encoder steps: compiled functions that encode texts, for cross-attention or as results."""
+"""Encoder steps: compiled functions that encode texts and images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.steps import Leaves
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 
@@ -66,3 +67,22 @@ def encode(
         lengths: tokens of each text without padding.
     """
     return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)
+
+
+def patch_values(spec: ModelSpec) -> int:
+    """Numbers of a patch: the inputs of the first module that an encoder of images calls."""
+    (stack,) = spec.stacks
+    block: Any = dict(stack.modules)[stack.stem.first_call("patches")]
+    return int(block.inputs)
+
+
+def encode_image(
+    model: AbstractModel,
+    leaves: Leaves,
+    patches: Float[Array, "tiles patches values"],
+    sizes: Int[Array, "tiles 2"],
+) -> dict[str, Float[Array, "tiles tokens width"]]:
+    """The features of tiles, and further results of the head; see `Model.encode_image`."""
+    results = model.module(leaves).encode_image(patches, sizes)
+    named = ("features", "deepstack", "newline")
+    return {name: results[name].astype(jnp.float32) for name in named if name in results}
