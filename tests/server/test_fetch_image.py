@@ -48,6 +48,10 @@ class Site:
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
     def url(self, path: str = "/a.png", host: str = "images.test") -> str:
         return f"http://{host}:{self.port}{path}"
 
@@ -73,8 +77,7 @@ def sites() -> Iterator[Callable[[], Site]]:
 
     yield make
     for site in made:
-        site.server.shutdown()
-        site.server.server_close()
+        site.close()
 
 
 @pytest.fixture
@@ -197,11 +200,11 @@ def test_the_name_is_resolved_once(
     sites: Any, named: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DNS rebinding: the second answer of the name server would be another address."""
-    site, asked = sites(), itertools.count()
+    site, lookups = sites(), itertools.count()
     resolve = socket.getaddrinfo
 
     def rebinding(host: str, *rest: Any, **more: Any) -> Any:
-        if host == "images.test" and next(asked):
+        if host == "images.test" and next(lookups):
             raise AssertionError("the name was resolved again")
         return resolve(host, *rest, **more)
 
@@ -212,9 +215,9 @@ def test_the_name_is_resolved_once(
 def test_redirects_are_followed_to_allowed_hosts(sites: Any, named: Any) -> None:
     first, second = sites(), sites()
     first.answers["/to"] = respond(302, location=second.url(host="other.test"))
-    first.answers["/beside"] = respond(301, location="a.png")
+    first.answers["/near"] = respond(301, location="a.png")
     assert fetched(first, "/to", f"other.test:{second.port}") == DATA
-    assert fetched(first, "/beside") == DATA
+    assert fetched(first, "/near") == DATA
     assert second.hits == ["/a.png"]
 
 
