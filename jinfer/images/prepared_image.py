@@ -189,17 +189,13 @@ def _layout(
 
 def _tiles(grids: Sequence[Pair], canvas: CanvasPlan, layout: ImageLayoutSpec) -> list[str | int]:
     pieces: list[str | int] = []
-    for row in range(canvas.grid[0]):
-        for column in range(canvas.grid[1]):
-            if row or column:
-                pieces.append(layout.between_tiles if column else layout.between_rows)
-            features = _lines(grids[row * canvas.grid[1] + column], layout)
-            names: _Parts = {
-                "features": features,
-                "row": [f"{row + 1}"],
-                "column": [f"{column + 1}"],
-            }
-            pieces += _filled(layout.tile, names)
+    for number, grid in enumerate(grids[: math.prod(canvas.grid)]):
+        row, column = divmod(number, canvas.grid[1])
+        if number:
+            pieces.append(layout.between_tiles if column else layout.between_rows)
+        counts = {"row": row, "column": column, "tile": number}
+        names = {name: [str(count + 1)] for name, count in counts.items()}
+        pieces += _filled(layout.tile, {"features": _lines(grid, layout), **names})
     return pieces
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jinfer.images import ImageError, prepare_image
 from jinfer.images.size_rules import (
+    MAX_AREA,
     RULES,
     ImagePlan,
     PlaceStep,
@@ -81,7 +82,7 @@ def test_tiles_are_whole_and_bounded(kind: str, height: int, width: int) -> None
     for canvas in plan.canvases:
         for step in canvas.steps:
             assert min(step.size) >= 1
-            assert max(step.size) <= 1 << 15
+            assert math.prod(step.size) <= MAX_AREA
         rows, columns = canvas.grid
         high, wide = canvas.steps[-1].size
         assert high % rows == wide % columns == 0
@@ -319,10 +320,19 @@ def test_square_has_the_mean_colour() -> None:
     assert rows[1:3].max() == 0
 
 
-def test_narrow_images_are_refused() -> None:
-    for kind in ("smart", "pad_square"):
-        with pytest.raises(ImageError, match="too long and narrow"):
-            plan_image((1, 5000), spec_of(kind))
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("smart", (1, 5000)), ("centre_crop", (10**7, 1))],
+)
+def test_narrow_images_are_refused(kind: str, size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError, match="too long and narrow"):
+        plan_image(size, spec_of(kind))
+
+
+def test_a_long_image_is_shrunk_before_it_is_padded() -> None:
+    first, second, _ = plan_image((100, 60000), spec_of("pad_square")).canvases[0].steps
+    assert first.size == (6, 4096)
+    assert second == PlaceStep((4096, 4096), (2045, 0), mean=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
