@@ -124,13 +124,13 @@ def _rgb(module: Any, image: Image, alpha: str) -> Image:
     if image.mode.startswith("I"):  # 16 bits of grey
         values = np.clip(np.asarray(image).astype(np.int64), 0, 0xFFFF)
         return module.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-    if alpha == "white" and image.has_transparency_data:
+    if image.has_transparency_data and (alpha == "white" or image.mode == "P"):
         image = image.convert("RGBA")
-        white = module.new("RGBA", image.size, (255, 255, 255, 255))
-        return module.alpha_composite(white, image).convert("RGB")
-    if image.mode == "P" and image.has_transparency_data:
-        image = image.convert("RGBA")
-    return image.convert("RGB")
+    if alpha == "white" and image.mode == "RGBA":
+        white = module.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _orientation(image: Image) -> int:

@@ -194,7 +194,7 @@ def _vision(
 def _tensor_tables(tables: Sequence[Mapping[str, Any]], vision: bool) -> list[Mapping[str, Any]]:
     """The tables `[tensors]` of the encoder of images, or of the other parameters.
 
-    The former's prefixes are under "vision.prefix".
+    Of the former the prefixes and what to ignore are "vision.prefix" and "vision.ignore".
     """
 
     def of_part(table: Any) -> Any:
@@ -205,7 +205,8 @@ def _tensor_tables(tables: Sequence[Mapping[str, Any]], vision: bool) -> list[Ma
             if name in FORMATS:
                 kept[name] = of_part(written)
             elif vision is name.startswith(f"{VISION}."):
-                kept["prefix" if name == f"{VISION}.prefix" else name] = written
+                bare = name.removeprefix(f"{VISION}.")
+                kept[bare if bare in ("prefix", "ignore") else name] = written
         return kept
 
     return [of_part(table.get("tensors", {})) for table in tables]

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
-from jinfer.modelspec.toml_tables import Table, check_plain, nested
+from jinfer.modelspec.toml_tables import Table, check_plain, merge, nested
 from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
 from jinfer.startup.source_files import content_of
 
@@ -156,7 +156,15 @@ def image_layer(
     if len(found) > 1:
         names = ", ".join(path.stem for path, _ in found)
         raise SpecError(found[0][0], "match", f"several describe {architecture}: {names}")
-    return {k: v for k, v in found[0][1].items() if k != "match"} if found else None
+    return _whole_layer(found[0][1], folder) if found else None
+
+
+def _whole_layer(table: Table, folder: Path) -> Table:
+    """A layer with those that it changes, whose names are their `family`."""
+    own = {name: value for name, value in table.items() if name not in ("match", "family")}
+    if "family" not in table:
+        return own
+    return merge(_whole_layer(read_toml(folder / f"{table['family']}.toml"), folder), own)
 
 
 def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Path) -> Path:

@@ -140,9 +140,10 @@ class TensorMap:
     @property
     def patterns(self) -> tuple[str, ...]:
         """Glob patterns of the file's names for all parameters."""
-        names = {name for _, entry in self.entries for name in entry.names}
-        starts = dict.fromkeys(("", *(p for p, usual in self.prefixes if not usual)))
-        return tuple(s + re.sub(r"\{[^{}]*\}", "*", n) + "*" for n in sorted(names) for s in starts)
+        names = [name for _, entry in self.entries for name in entry.names]
+        for prefix, usual in reversed(self.prefixes):
+            names += [prefix + n.removeprefix(usual) for n in names if n.startswith(usual)]
+        return tuple(dict.fromkeys(re.sub(r"\{[^{}]*\}", "*", name) + "*" for name in names))
 
     def omitted_owners(self, names: Iterable[str]) -> list[OmittedModule]:
         """The omitted modules to which some of these tensors belong."""

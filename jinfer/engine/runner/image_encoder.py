@@ -15,7 +15,7 @@ from jinfer.nn.abstract_model import AbstractModel
 
 if TYPE_CHECKING:
     import jax
-    from jaxtyping import Float
+    from jaxtyping import Float, Int32
 
     from jinfer.disk_cache import DiskCache
 
@@ -28,14 +28,26 @@ class EncodedTiles(NamedTuple):
     """What the encoder gives for some tiles.
 
     Attributes:
-        rows: features of all tiles, one tile after another.
+        features: of each tile's tokens, which come first.
         deepstack: further features of the same tokens, for layers of the decoder.
         newline: the learned vector of a line break; None: the model has none.
     """
 
-    rows: Float[np.ndarray, "tokens hidden"]
-    deepstack: Float[np.ndarray, "layers tokens hidden"]
+    features: Float[np.ndarray, "tiles tokens hidden"]
+    deepstack: Float[np.ndarray, "layers tiles tokens hidden"]
     newline: Float[np.ndarray, " hidden"] | None
+
+    def rows(self, order: Int32[np.ndarray, "tokens 2"]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns features and deepstack features [layers, tokens, hidden] in an order.
+
+        Args:
+            order: as in `PreparedImage`.
+        """
+        tiles, places = np.maximum(order[:, 0], 0), order[:, 1]
+        features, deepstack = self.features[tiles, places], self.deepstack[:, tiles, places]
+        if self.newline is not None:
+            features[order[:, 0] < 0] = self.newline
+        return features, deepstack
 
 
 @dataclass(eq=False)
@@ -72,35 +84,30 @@ class ImageEncoder:
             patches: padded at the end of each tile.
             grids: rows and columns of each tile's patches.
         """
+        size = padded_patches(max(rows * columns for rows, columns in grids))
         found = [
-            self._encode(patches[begin : begin + _TILES], grids[begin : begin + _TILES])
+            self._encode(patches[begin : begin + _TILES], grids[begin : begin + _TILES], size)
             for begin in range(0, len(grids), _TILES)
         ]
-        rows, deepstack = (np.concatenate([part[i] for part in found], axis=-2) for i in range(2))
-        return EncodedTiles(rows, deepstack, found[0].newline)
+        features = np.concatenate([part.features for part in found])
+        deepstack = np.concatenate([part.deepstack for part in found], axis=1)
+        return EncodedTiles(features, deepstack, found[0].newline)
 
-    def _encode(self, patches: np.ndarray, grids: Sequence[tuple[int, int]]) -> EncodedTiles:
-        counts = [rows * columns for rows, columns in grids]
-        size, tiles = padded_patches(max(counts)), 1 << (len(grids) - 1).bit_length()
-        padded = np.zeros((tiles, size, patches.shape[2]), np.float32)
-        padded[: len(grids), : patches.shape[1]] = patches[:, :size]
-        sizes = np.ones((tiles, 2), np.int32)
-        sizes[: len(grids)] = grids
-        program = self.runner.programs.get(StepKey("encode_image", size, rows=tiles))
+    def _encode(
+        self, patches: np.ndarray, grids: Sequence[tuple[int, int]], size: int
+    ) -> EncodedTiles:
+        tiles, count = len(grids), 1 << (len(grids) - 1).bit_length()
+        padded = np.zeros((count, size, patches.shape[2]), np.float32)
+        padded[:tiles, : patches.shape[1]] = patches[:, :size]
+        sizes = np.ones((count, 2), np.int32)
+        sizes[:tiles] = grids
+        program = self.runner.programs.get(StepKey("encode_image", size, rows=count))
         results = {n: np.asarray(v) for n, v in program(self.runner.leaves, padded, sizes).items()}
-        features = results["features"]
-        merged = size // features.shape[1]  # patches of a feature
-
-        def of_tiles(values: np.ndarray) -> np.ndarray:
-            parts = (values[i, : count // merged] for i, count in enumerate(counts))
-            return np.concatenate([*parts])
-
-        rows, deep = of_tiles(features), np.zeros((0, 0, features.shape[2]), np.float32)
-        if "deepstack" in results:
-            deep = of_tiles(results["deepstack"]).reshape(len(rows), -1, rows.shape[1])
-            deep = deep.swapaxes(0, 1)
+        features = results["features"][:tiles]
+        deep = results.get("deepstack", features[..., :0])[:tiles]
+        deep = deep.reshape(*features.shape[:2], -1, features.shape[2])
         newline = results["newline"].reshape(-1) if "newline" in results else None
-        return EncodedTiles(rows, deep, newline)
+        return EncodedTiles(features, np.moveaxis(deep, 2, 0), newline)
 
 
 def padded_patches(count: int) -> int:
