@@ -163,14 +163,19 @@ def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
         structured.forget_constraints(tokenizer)
 
 
-def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
+def load(
+    engine: Engine, plan: WeightPlan, images: WeightPlan | None = None, *, progress: bool = False
+) -> None:
     """Gives an engine its weights, on the devices where they are to be, and its offload's stores.
+
+    Args:
+        images: the plan of its encoder of images, on which cached prefixes depend too.
 
     Raises:
         SpecError: a store cannot be had.
     """
     pipeline: Any = engine.runner.programs.pipeline
-    start_offload(engine, plan)
+    start_offload(engine, plan, images)
     if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
@@ -331,7 +336,7 @@ def all_shapes(engine: Engine) -> list[StepKey]:
     return shapes
 
 
-def start_offload(engine: Engine, plan: WeightPlan) -> None:
+def start_offload(engine: Engine, plan: WeightPlan, images: WeightPlan | None = None) -> None:
     """Connects an engine with the stores that `[engine]` asks for, if any.
 
     Raises:
@@ -341,6 +346,8 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
+    if images is not None:
+        engine.weights_key += entry_key(images, "kv cache")
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return
