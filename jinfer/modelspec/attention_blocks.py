@@ -168,6 +168,8 @@ class AttentionSpec(Block):
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
     low_rank: rank of two matrices added to each of `q`, `k` and `v`, `attn.q_low.down` and
         `attn.q_low.up` and so on: q(x) + up(down(x)); none: there are none.
+    bounded: whether each projection clips its inputs and outputs to bounds of the checkpoint,
+        `attn.q.input_min`, `attn.q.output_max` and so on.
     """
 
     kind: Literal["attention"]
@@ -199,6 +201,7 @@ class AttentionSpec(Block):
     kv_layer: Count | None = None
     indexer: IndexerSpec | None = None
     low_rank: Size | None = None
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         _drop_neutral_temperature(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -45,15 +46,16 @@ class Attention(GatedHeads):
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         v_width, o_width = block.kv_heads * block.value_width, block.heads * block.value_width
-        self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
+        build = partial(Linear, dtype=dtype, bounded=block.bounded)
+        self.q = build(block.inputs, q_width, block.has_bias("q"), axes=("heads", "hidden"))
         if block.kv_layer is None:
             axes = ("kv_heads", "hidden")
-            self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, axes)
+            self.k = build(block.inputs, kv_width, block.has_bias("k"), axes=axes)
             if not block.tied_values:
-                self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, axes)
+                self.v = build(block.inputs, v_width, block.has_bias("v"), axes=axes)
         if block.low_rank is not None:
             self._build_low_rank(block.low_rank, dtype)
-        self.o = Linear(o_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        self.o = build(o_width, block.outputs, block.has_bias("o"), axes=("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
             if block.kv_layer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -124,6 +125,13 @@ class ForwardBatch(NamedTuple):
         lengths = grid.counts + (tokens - grid.rows.shape[1])
         batch = cls.of_texts(jnp.zeros((grid.rows.shape[0], tokens), jnp.int32), lengths)
         return batch._replace(grid=grid)
+
+    def resized(self, tokens: int) -> ForwardBatch:
+        """Makes the batch of tiles after a layer that has merged patches to so many tokens."""
+        if self.grid is None or tokens == self.positions.shape[1]:
+            return self
+        size = math.isqrt(self.positions.shape[1] // tokens)
+        return ForwardBatch.of_patches(self.grid.merged(size, tokens), tokens)
 
     @classmethod
     def flat(

@@ -59,6 +59,10 @@ class PatchGrid:
         """Patches of each tile."""
         return self.sizes[:, 0] * self.sizes[:, 1]
 
+    def merged(self, size: int, tokens: int) -> PatchGrid:
+        """Makes the grid, row by row, whose patches are `size` x `size` of these."""
+        return PatchGrid.of(self.sizes // size, tokens)
+
     def index(self, rows: Array, columns: Array) -> Array:
         """Returns the number of the patch [tiles, ...] at these rows and columns."""
         across, size = self.sizes[:, 1].reshape(-1, *(1,) * (rows.ndim - 1)), self.group
@@ -283,7 +287,7 @@ class Merge(nnx.Module):
     def _gathered(self, x: Array, grid: PatchGrid) -> Array:
         """The vectors [tiles, merged, neighbours, width]."""
         size = self.block.size
-        merged = PatchGrid.of(grid.sizes // size, x.shape[1] // size**2)
+        merged = grid.merged(size, x.shape[1] // size**2)
         inner = np.arange(size**2, dtype=np.int32)
         rows = merged.rows[..., None] * size + inner // size
         index = grid.index(rows, merged.columns[..., None] * size + inner % size)

@@ -179,6 +179,7 @@ class Stack(nnx.Module):
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             own |= {name: cache[other] for name, other in layer.shares.items()}
             given = HiddenState(x, {name: values[name] for name in layer.takes}, {})
+            batch = batch.resized(x.shape[1])
             batch = batch if taps is None else batch._replace(taps=taps.of(layer.name))
             (x, changed, seen), own = self._run(layer, given, tokens, batch, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
@@ -415,7 +416,7 @@ class Model(nnx.Module):
         grid = PatchGrid.of(sizes, patches.shape[1], stack.group)
         state, batch = stack.embed_patches(patches.astype(self.dtype), grid, self.shared)
         state, _ = stack.run_layers(state, batch.positions, batch, {}, self.shared)
-        results = stack.results(state, batch, self.shared)
+        results = stack.results(state, batch.resized(state.x.shape[1]), self.shared)
         return results | {"features": results["hidden"]}
 
     def fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -70,9 +71,16 @@ def encode(
 
 
 def patch_values(spec: ModelSpec) -> int:
-    """Numbers of a patch: the inputs of the first module that an encoder of images calls."""
+    """Numbers of a patch: the inputs of the module that maps them to vectors."""
     (stack,) = spec.stacks
-    block: Any = dict(stack.modules)[stack.stem.first_call("patches")]
+    calls = (node for _, line in stack.stem.statements for node in ast.walk(line))
+    names = [
+        call.func.id
+        for call in calls
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if any(isinstance(n, ast.Name) and n.id == "patches" for n in ast.walk(call))
+    ]
+    block: Any = dict(stack.modules)[names[-1]]  # the innermost
     return int(block.inputs)
 
 

@@ -163,8 +163,8 @@ class Origin:
         alike = [part for part in parts if self.place.layers or part.endswith("._")]
         of_all = [shapes.get(part, same if part in alike else ())[self.stacked :] for part in parts]
         sizes = [shape[axis] for shape in of_all if len(shape) > axis]
-        if values.shape[:1] == (len(parts),) and all(len(shape) == 1 for shape in of_all):
-            values = values.reshape(-1)  # vectors, a row each
+        if values.shape[:1] == (len(parts),) and values.ndim == max(map(len, of_all)) + 1:
+            values = values.reshape(-1, *values.shape[2:])  # on an axis of its own
         if (
             len(sizes) < len(parts)
             or values.shape[axis : axis + 1] != (sum(sizes),)
