@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.loader.weights.read_weights import on_device
+from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
@@ -79,8 +81,18 @@ def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
     def encode(image: PreparedImage) -> ImageFeatures:
         return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
 
-    shapes = ImageShapes(hidden, deepstack, grid, both_ways)
+    decoder = spec.decoder
+    assert decoder is not None, "it reads images"
+    shapes = ImageShapes(hidden, deepstack, grid, both_ways, _feature_place(decoder.stem))
     return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
+
+
+def _feature_place(stem: Formula) -> str:
+    """The activation that features replace: the stem's value, or another that it equals."""
+    value = stem.statements[-1][1]
+    if isinstance(value, ast.Name) and value.id in stem.assigned - {"x"}:
+        return f"decoder.stem.{value.id}"
+    return "embed"
 
 
 def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:

@@ -46,7 +46,8 @@ def with_own_images(batch: FlatBatch, stage: PipelineStage) -> FlatBatch:
     part = stage.model.slice
     layers = part.layers["decoder"]
     names = {f"decoder.{layer}.x": f"decoder.{layer - layers.start}.x" for layer in layers}
-    names |= {"embed": "embed"} if part.first else {}
+    before = [name for name in images.edits if not name.endswith(".x")]
+    names |= dict(zip(before, before, strict=True)) if part.first else {}
     edits = {names[name]: edit for name, edit in images.edits.items() if name in names}
     return batch._replace(tables={**batch.tables, IMAGES: images._replace(edits=edits)})
 
