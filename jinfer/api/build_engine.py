@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.loader.weights.read_weights import on_device
+from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
@@ -79,8 +81,18 @@ def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
     def encode(image: PreparedImage) -> ImageFeatures:
         return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
 
-    shapes = ImageShapes(hidden, deepstack, grid, both_ways)
+    decoder = spec.decoder
+    assert decoder is not None, "it reads images"
+    shapes = ImageShapes(hidden, deepstack, grid, both_ways, _feature_place(decoder.stem))
     return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
+
+
+def _feature_place(stem: Formula) -> str:
+    """The activation that features replace: the stem's value, or another that it equals."""
+    value = stem.statements[-1][1]
+    if isinstance(value, ast.Name) and value.id in stem.assigned - {"x"}:
+        return f"decoder.stem.{value.id}"
+    return "embed"
 
 
 def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
@@ -163,14 +175,19 @@ def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
         structured.forget_constraints(tokenizer)
 
 
-def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
+def load(
+    engine: Engine, plan: WeightPlan, images: WeightPlan | None = None, *, progress: bool = False
+) -> None:
     """Gives an engine its weights, on the devices where they are to be, and its offload's stores.
+
+    Args:
+        images: the plan of its encoder of images, on which cached prefixes depend too.
 
     Raises:
         SpecError: a store cannot be had.
     """
     pipeline: Any = engine.runner.programs.pipeline
-    start_offload(engine, plan)
+    start_offload(engine, plan, images)
     if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
@@ -331,7 +348,7 @@ def all_shapes(engine: Engine) -> list[StepKey]:
     return shapes
 
 
-def start_offload(engine: Engine, plan: WeightPlan) -> None:
+def start_offload(engine: Engine, plan: WeightPlan, images: WeightPlan | None = None) -> None:
     """Connects an engine with the stores that `[engine]` asks for, if any.
 
     Raises:
@@ -341,6 +358,8 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
+    if images is not None:
+        engine.weights_key += entry_key(images, "kv cache")
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return

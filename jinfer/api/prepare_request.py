@@ -94,7 +94,7 @@ def prompt_images(
         if spans:
             raise RequestError("this model reads no images; leave them out")
         return None
-    images = PromptImages.of(prompt, spans, spec.position, spec.mask)
+    images = PromptImages.of(prompt, spans, spec.position, spec.mask, spec.lookup)
     stray = (np.array(prompt) == spec.placeholder) & (images.owner < 0)
     if stray.any():
         raise RequestError(

@@ -166,7 +166,7 @@ class Session:
         else:
             announce_stored(self.engine)
         begun = time.perf_counter()
-        load(self.engine, plan, progress=progress)
+        load(self.engine, plan, images, progress=progress)
         if self.image_encoder is not None and images is not None:
             load_image_encoder(self.image_encoder, images, progress=progress)
         for load_draft in drafts.load if drafts else ():

@@ -66,6 +66,7 @@ class PromptImages:
         ranges: the first and the last token of the range within which a token attends both ways;
             -1: it only attends to earlier tokens. None: all do.
         seed: bytes that all keys and values depend on, in addition to the tokens before.
+        lookup: the token that a model is given in place of placeholders; None: these.
     """
 
     spans: tuple[ImageSpan, ...]
@@ -76,6 +77,7 @@ class PromptImages:
     shift: int
     ranges: Int[np.ndarray, "2 prompt"] | None
     seed: bytes = b""
+    lookup: int | None = None
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class PromptImages:
         spans: Sequence[ImageSpan],
         positions: Positions = "plain",
         mask: Mask = "causal",
+        lookup: int | None = None,
     ) -> PromptImages:
         """Lays images over a prompt.
 
@@ -91,6 +94,7 @@ class PromptImages:
             positions: "grid": a feature's rotary position is its place in the image (M-RoPE).
             mask: where tokens attend both ways: nowhere, within each run of placeholders, or within
                 the prompt.
+            lookup: as the attribute.
 
         Raises:
             RequestError: the placeholders do not fit the prompt or the image.
@@ -121,6 +125,7 @@ class PromptImages:
             shift,
             None if mask == "causal" else ranges,
             seed,
+            lookup,
         )
 
     def changes(self, begin: int, end: int) -> bool:

@@ -306,6 +306,8 @@ class ImageSpec:
 
     Attributes:
         placeholder: id or name of the token whose embedding a feature replaces.
+        lookup: id of the token whose other embeddings, such as those of layers, a placeholder has;
+            none: its own.
         resize: the rule of sizes and tiles.
         patch: pixels of a patch's side.
         merge: patches of a side that become one token.
@@ -327,6 +329,7 @@ class ImageSpec:
     placeholder: Count | str
     resize: AnySizeRule
     patch: Side
+    lookup: Count | None = None
     merge: Size = 1
     order: Literal["rows", "merged"] = "rows"
     channel: Literal["first", "last"] = "first"

@@ -161,7 +161,7 @@ class ForwardBatch(NamedTuple):
         if (offsets := blocks.pop(OFFSET, None)) is not None:
             rotary = (positions + offsets[jnp.maximum(rows, 0), 0])[None]
         if images is not None and images.shifts is not None:
-            rotary = (positions + images.shifts)[:, None]
+            rotary = (positions[None] + images.shifts)[:, None]
         batch = cls(positions[None], totals[None], rows=rows, tables=blocks, encoded=encoded)
         return batch._replace(adapters=adapters, taps=taps, rotary=rotary, images=images)
 

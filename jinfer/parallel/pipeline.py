@@ -41,7 +41,7 @@ from jinfer.parallel.host_kv_cache import HostCacheCompiler
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatchStates
 from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler
+from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler, with_own_images
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
 
@@ -428,6 +428,7 @@ class PipelineForward:
 
         for number, (stage, made) in enumerate(zip(pipeline.stages, self.made, strict=True)):
             here, last_here = batch_on(stage.device_group)
+            here = with_own_images(here, stage)
             hidden = pipeline.move(x, before, stage.device_group)
             weights, before = pipeline.leaves_of(number, leaves), stage.device_group
             arguments = weights, caches[number], hidden, here, last_here if stage.last else None

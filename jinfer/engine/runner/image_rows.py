@@ -44,12 +44,14 @@ class ImageShapes(NamedTuple):
         deepstack: number of layers after which features are added.
         grid: whether rows have rotary positions by time, row and column.
         both_ways: whether rows may attend to later ones.
+        place: name of the activation that features replace.
     """
 
     hidden: int
     deepstack: int = 0
     grid: bool = False
     both_ways: bool = False
+    place: str = "embed"
 
     def empty(self, rows: int) -> ImageRows:
         """Image rows without any image, in NumPy."""
@@ -62,7 +64,7 @@ class ImageShapes(NamedTuple):
         edits: dict[str, Any] = {name: RowEdit(features(-0.0)) for name in names}
         factor: Any = np.zeros((1, rows, 1), np.float32)
         edited: Any = np.zeros((1, rows), np.bool_)
-        edits["embed"] = RowEdit(features(0.0), factor, edited=edited)
+        edits[self.place] = RowEdit(features(0.0), factor, edited=edited)
         shifts: Any = np.zeros((3, rows), np.int32) if self.grid else None
         ranges: Any = np.full((2, rows), -1, np.int32) if self.both_ways else None
         return ImageRows(edits, shifts, ranges)
@@ -143,11 +145,12 @@ class EncodedImages:
         if rows.ranges is not None and images.ranges is not None:
             rows.ranges[:, here] = images.ranges[:, there]
         owner, feature = images.owner[there], images.feature[there]
-        rows.edits["embed"].edited[0, here] = owner >= 0
+        place = self.shapes.place
+        rows.edits[place].edited[0, here] = owner >= 0
         for index in np.unique(owner[owner >= 0]).tolist():
             found = self.features(images.spans[index].image)
             own = np.flatnonzero(owner == index)
-            for name, values in (("embed", found.rows), *_added(found)):
+            for name, values in ((place, found.rows), *_added(found)):
                 rows.edits[name].shift[0, begin + own] = values[feature[own]]
 
 

@@ -173,6 +173,15 @@ class RunningSequence:
         return [*images.cache_ids, *self.tokens[len(images.cache_ids) :]]
 
     @property
+    def inputs(self) -> list[int]:
+        """Its tokens as the model is given them."""
+        images = self.request.images
+        if images is None or images.lookup is None:
+            return self.tokens
+        prompt = np.where(images.owner >= 0, images.lookup, self.request.prompt)
+        return [*prompt.tolist(), *self.tokens[len(images.owner) :]]
+
+    @property
     def prefilling(self) -> bool:
         """Whether more than its last token has to be computed before the next can be sampled."""
         known, left = self.in_flight == 0 and not self.ended, len(self.tokens) - self.computed
