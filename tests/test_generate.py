@@ -102,7 +102,7 @@ def test_images(capsys: pytest.CaptureFixture[str]) -> None:
         report = json.loads(capsys.readouterr().out)
         tokens.append(report["usage"]["prompt_tokens"])
         assert len(report["token_ids"]) == 3
-    assert tokens[1] - tokens[0] == 39  # five tiles of four placeholders, and their tags
+    assert tokens[1] - tokens[0] == 35  # twenty placeholders, and tags of five tiles
     assert tokens[2] > tokens[1] + 20
 
 

@@ -155,7 +155,7 @@ def test_base64_is_checked_before_it_is_decoded() -> None:
 
 def test_images_are_taken_out_of_messages_in_order() -> None:
     first, second = np.zeros((2, 2), np.uint8), np.ones((2, 2), np.uint8)
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [image(first), text("a"), image(b"bytes")]},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": [image(second)]},

@@ -62,7 +62,9 @@ def render_complete(
     if images:
         if not image_marker:
             raise TemplateError(NO_IMAGES)
-        forms += [images_as_text, lambda given: _as_parts(images_as_text(given))]
+        forms.append(images_as_text)
+        if _PARTS.search(source):
+            forms.append(lambda given: _as_parts(images_as_text(given)))
     complaint: TemplateError | None = None
     for form in forms:
         formed = form(messages)

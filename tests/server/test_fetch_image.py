@@ -185,7 +185,7 @@ def test_a_listed_host_with_a_private_address_gets_no_connection(sites: Any) -> 
     hosts = (f"127.0.0.1:{site.port}", f"localhost:{site.port}", f"[::1]:{site.port}")
     for host in ("127.0.0.1", "localhost"):
         url = site.url(host=host)
-        assert "not public" in refusal(lambda url=url: fetch_image(url, hosts, LIMIT, "url"))
+        assert "not public" in refusal(functools.partial(fetch_image, url, hosts, LIMIT, "url"))
     assert site.connections == 0
 
 
@@ -390,7 +390,7 @@ def test_files_elsewhere(tmp_path: Path) -> None:
         "file:",
     ]
     for url in urls:
-        reason = refusal(lambda url=url: read_image_file(url, str(folder), LIMIT, "url"))
+        reason = refusal(functools.partial(read_image_file, url, str(folder), LIMIT, "url"))
         assert "cannot be read" not in reason  # nothing is learned of other files
     url = f"file://{folder}/a.png"
     assert "--image-folder" in refusal(lambda: read_image_file(url, None, LIMIT, "url"))

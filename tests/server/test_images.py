@@ -27,8 +27,9 @@ GOLDEN, IMAGES = GOLDENS / "vlm_smolvlm", GOLDENS / "vlm_images"
 FILES = [(IMAGES / f"img{number}.png").read_bytes() for number in (0, 1)]
 CODED = [base64.b64encode(data).decode() for data in FILES]
 URLS = [f"data:image/png;base64,{text}" for text in CODED]
-CHAT, GREEDY = "/v1/chat/completions", {"temperature": 0, "max_tokens": 9}
+CHAT = "/v1/chat/completions"
 JSON = dict[str, Any]
+GREEDY: JSON = {"temperature": 0, "max_tokens": 9}
 
 
 def text(content: str) -> JSON:
@@ -411,7 +412,7 @@ def test_responses(running: Running) -> None:
 
 def test_responses_of_functions_and_files(running: Running) -> None:
     seen = [{"type": "input_image", "image_url": URLS[0]}]
-    items = [
+    items: list[JSON] = [
         {"role": "user", "content": "See."},
         {"type": "function_call", "call_id": "a", "name": "see", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": seen},

@@ -119,16 +119,9 @@ def test_a_prompt_template_has_no_place_for_images(found: Tokenizer) -> None:
 
 
 def test_a_template_that_leaves_images_out(found: Tokenizer) -> None:
-    template = (
-        "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
-        "{% if messages[0].content is string %}{{ raise_exception('a list') }}{% endif %}"
-    )
-    rendered = "{% if messages[0].content is string %}" + STRINGS + "{% endif %}"
-    assert "<image>" in talk(rendered).marked_text(found, user(text("a"), PICTURE))
-    only_first = STRINGS.replace("m.content", "m.content[:3]")
-    for each in (template, only_first):
-        with pytest.raises(TemplateError):
-            talk(each).marked_text(found, user(text("abcd"), PICTURE))
+    for template in (STRINGS.replace("m.content", "m.content[:3]"), "{{ messages[0].role }}"):
+        with pytest.raises(TemplateError, match="leaves out"):
+            talk(template).marked_text(found, user(text("abcd"), PICTURE))
 
 
 def test_the_text_of_a_prompt_has_markers(found: Tokenizer) -> None:

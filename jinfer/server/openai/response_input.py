@@ -218,7 +218,8 @@ def _content(
     """Translate content: texts become one, with images parts of a chat message."""
     if isinstance(content, str):
         return content
-    parts = [_part(part, f"{path}.{number}") for number, part in enumerate(content)]
+    listed: Sequence[InputPart | dict[str, Any]] = content
+    parts = [_part(part, f"{path}.{number}") for number, part in enumerate(listed)]
     if any(part["type"] == "image_url" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
