@@ -128,24 +128,20 @@ def _cut(
 def _patches(
     tile: UInt8[np.ndarray, "height width 3"], spec: ImageSpec
 ) -> Float32[np.ndarray, "patches values"]:
-    """Normalize a tile and make it patches, rows of `channel`, height and width."""
+    """Make a tile patches, rows of `channel`, height and width, and normalize them."""
     rows, columns = tile.shape[0] // spec.patch, tile.shape[1] // spec.patch
     merge = spec.merge if spec.order == "merged" else 1
-    values = _normalized(tile[: rows * spec.patch, : columns * spec.patch], spec)
+    last = spec.channel == "last"
     shape = (rows // merge, merge, spec.patch, columns // merge, merge, spec.patch, 3)
-    inner = (2, 5, 6) if spec.channel == "last" else (6, 2, 5)
-    return values.reshape(shape).transpose(0, 3, 1, 4, *inner).reshape(rows * columns, -1)
-
-
-def _normalized(
-    pixels: UInt8[np.ndarray, "height width 3"], spec: ImageSpec
-) -> Float32[np.ndarray, "height width 3"]:
-    """Apply factor, mean and deviation, by a table of the 256 values of each channel."""
+    blocks = tile[: rows * spec.patch, : columns * spec.patch].reshape(shape)
+    blocks = blocks.transpose(0, 3, 1, 4, *((2, 5, 6) if last else (6, 2, 5)))
     kind = ml_dtypes.bfloat16 if spec.rounding == "bfloat16" else np.float32
-    values = (np.arange(256, dtype=np.float32) * np.float32(spec.factor)).astype(kind)[:, None]
-    centred = (values - np.array(spec.mean, kind)).astype(kind)
-    table = (centred / np.array(spec.std, kind)).astype(kind).astype(np.float32)
-    return table[pixels, np.arange(3)]
+    pixels = blocks.reshape(rows * columns, *((-1, 3) if last else (3, -1)))
+    values = (pixels * np.float32(spec.factor)).astype(kind, copy=False)
+    mean, std = (np.array(each, kind) for each in (spec.mean, spec.std))
+    values -= mean if last else mean[:, None]
+    values /= std if last else std[:, None]
+    return values.reshape(rows * columns, -1).astype(np.float32, copy=False)
 
 
 def _feature_order(plan: ImagePlan, grids: list[Pair]) -> Int32[np.ndarray, "tokens 2"]:
