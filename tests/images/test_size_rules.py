@@ -303,6 +303,14 @@ def test_canvas_tiles_scale_least(height: int, width: int, enlarge: bool) -> Non
         )
 
 
+@pytest.mark.parametrize(("side", "merge"), [(13, 1), (42, 2)])
+def test_tiles_are_whole_tokens(side: int, merge: int) -> None:
+    resize = {"kind": "fixed", "side": side}
+    spec = read_spec({"placeholder": 5, "patch": 14, "merge": merge, "resize": resize}, {})
+    with pytest.raises(ImageError, match=f"a tile of {side} x {side} pixels is not whole tokens"):
+        prepare_image(np.zeros((50, 50, 3), np.uint8), spec)
+
+
 def test_centre_crop() -> None:
     for size, resized, offset in (
         ((100, 200), (36, 72), (-2, -20)),
