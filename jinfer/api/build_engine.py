@@ -18,6 +18,7 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
+from jinfer.engine.runner.image_encoder import ImageEncoder
 from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
@@ -27,10 +28,11 @@ from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
-from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
+from jinfer.loader.weights.read_weights import on_device
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
@@ -44,14 +46,43 @@ if TYPE_CHECKING:
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
+def plan_images(opened: Opened, program_cache: DiskCache | None = None) -> WeightPlan | None:
+    """The plan of the weights of a model's encoder of images; None if it has none."""
+    if opened.spec.vision is None or opened.images is None:
+        return None
+    model = build_abstract_model(opened.spec.vision, np.dtype(opened.dtype), program_cache)
+    return plan_weights(model, opened.spec.vision, opened.images, opened.activations)
+
+
+def build_image_encoder(
+    plan: WeightPlan, engine: Engine, program_cache: DiskCache | None = None
+) -> ImageEncoder:
+    """The encoder of images for an engine, on its home device; `load_image_encoder` follows."""
+    return ImageEncoder.of(plan.model, program_cache, engine.runner.programs.home_device)
+
+
+def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
+    """Gives an encoder of images its weights."""
+    device, put = encoder.runner.programs.device, on_device
+    if device is not None:
+        from jinfer.speculate.other_device import put_on
+
+        put = put_on(device)
+    encoder.runner.parameters = load_weights.load(plan, put, progress=progress)
+
+
 def build_engine(
-    opened: Opened, model: AbstractModel, program_cache: DiskCache | None = None
+    opened: Opened,
+    model: AbstractModel,
+    program_cache: DiskCache | None = None,
+    images: WeightPlan | None = None,
 ) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
         model: its parameters as they will be stored.
         program_cache: where its programs are kept.
+        images: the plan of the encoder of images, whose weights take memory as well.
 
     Raises:
         SpecError: `[partition]` asks for what cannot be.
@@ -68,7 +99,8 @@ def build_engine(
     if current_group() is not None:
         programs = _in_processes(opened, model)
     elif opened.spec.partition.is_plain:
-        programs = _on_one_device(opened, model, program_cache)
+        others = 0 if images is None else nbytes(images.model.parameters)
+        programs = _on_one_device(opened, model, program_cache, others)
     else:
         programs = _in_stages(opened, model)
     pipeline: Any = programs.pipeline
@@ -159,14 +191,14 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
 
 
 def _on_one_device(
-    opened: Opened, model: AbstractModel, program_cache: DiskCache | None
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None, others: int
 ) -> CompiledPrograms:
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,
         opened.spec.engine,
         opened.context,
-        used=nbytes(model.parameters),
+        used=nbytes(model.parameters) + others,
     )
     return CompiledPrograms(model, _sizes(opened, model, blocks), program_cache)
 

@@ -20,9 +20,12 @@ from jinfer.api.build_engine import (
     announce_first,
     announce_stored,
     build_engine,
+    build_image_encoder,
     forget_tokenizer,
     load,
+    load_image_encoder,
     open_drafts,
+    plan_images,
 )
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
@@ -93,6 +96,7 @@ class Session:
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
         family, stored_as: of the model, in a word each (`jinfer.loader.open_model`).
+        image_encoder: its encoder of images; None if it has none.
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
@@ -137,7 +141,12 @@ class Session:
         self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), program_cache)
         self.adapters = Adapters.of(opened)
         plan = self.plan(opened)
-        self.engine = build_engine(opened, self.adapters.room_in(plan.model), program_cache)
+        images = plan_images(opened, program_cache)
+        model = self.adapters.room_in(plan.model)
+        self.engine = build_engine(opened, model, program_cache, images)
+        self.image_encoder = (
+            None if images is None else build_image_encoder(images, self.engine, program_cache)
+        )
         drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -153,6 +162,8 @@ class Session:
             announce_stored(self.engine)
         begun = time.perf_counter()
         load(self.engine, plan, progress=progress)
+        if self.image_encoder is not None and images is not None:
+            load_image_encoder(self.image_encoder, images, progress=progress)
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.adapters.load_listed(self.engine, self.thread)
@@ -161,7 +172,7 @@ class Session:
         # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
         # a hundred thousand strings, of which the tokenizer has copies.
         file = replace(opened.checkpoint, tensors={}, metadata={})
-        self.opened = replace(opened, checkpoint=file)
+        self.opened = replace(opened, checkpoint=file, images=None)
         self.thread.start()
         # What is loaded stays, and need not be searched for garbage again. Garbage is collected
         # first: it would stay too, and keep the callers' frames and this object alive.

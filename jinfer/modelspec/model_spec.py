@@ -219,6 +219,8 @@ class ModelSpec:
             the specification does not follow: "refuse" the model, or only "warn".
         generation: defaults of `SamplingParams`.
         adapters: LoRA adapters that are loaded with the model.
+        vision: the encoder of images, a model of its own with the only stack "vision"; None: the
+            model reads no images.
         image: how images are read; None: the model reads text alone.
     """
 
@@ -237,6 +239,7 @@ class ModelSpec:
     classification: ClassificationSpec = field(default_factory=ClassificationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[AdapterSpec, ...] = ()
+    vision: ModelSpec | None = None
     image: ImageSpec | None = None
 
     @property

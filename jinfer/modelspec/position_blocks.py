@@ -138,6 +138,40 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GridRopeSpec:
+    """Rotary position embedding in two dimensions, by the row and the column of a patch.
+
+    Half of the pairs are rotated by one coordinate, half by the other; tokens that are no patches
+    are not rotated. Only for an image encoder.
+
+    pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1), "quarters" (i, i +
+        dim/4) in each half of the head.
+    order: which coordinate comes first.
+    interleaved: whether pairs of both coordinates alternate; else those of the first come first.
+    shifted: whether frequencies of the second coordinate lie between those of the first: of the
+        series of theta, the first has the even ones and the second the odd ones; else both have the
+        even ones.
+    offset: added to both coordinates.
+    """
+
+    kind: Literal["grid_rope"]
+    theta: Positive = 10000.0
+    pairs: Literal["halves", "adjacent", "quarters"] = "halves"
+    dim: int = dim("head_dim")
+    order: Literal["row", "column"] = "row"
+    interleaved: bool = False
+    shifted: bool = False
+    offset: Count = 0
+
+    def check(self) -> tuple[str, str] | None:
+        if self.dim % 4:
+            return "dim", f"{self.dim} is no multiple of 4, for pairs of two coordinates"
+        if self.pairs == "quarters" and (self.interleaved or self.shifted):
+            return "pairs", '"quarters" excludes interleaved and shifted'
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlibiSpec:
     """ALiBi: attention with linear biases (arXiv 2108.12409).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.nn.activation_taps import ActivationTaps
+from jinfer.nn.image_modules import GridRotary, PatchGrid
 from jinfer.nn.positions import CosSin, Rotary
 from jinfer.nn.row_edits import take_row_edits
 from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
@@ -68,7 +70,7 @@ class ForwardBatch(NamedTuple):
     """Token positions and block tables of one forward pass.
 
     A decoder computes a flat batch: one row with tokens of any sequences (continuous batching). An
-    encoder computes whole texts, one per row.
+    encoder computes whole texts, one per row; an encoder of images has a tile's patches in a row.
 
     Attributes:
         positions: of each token in its sequence.
@@ -82,6 +84,7 @@ class ForwardBatch(NamedTuple):
         runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
         adapters: flat batch: each token's adapter, if any.
         taps: values to capture or edit, if any; within a layer its own taps.
+        grid: tiles: the rows and columns of the patches.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -95,6 +98,7 @@ class ForwardBatch(NamedTuple):
     runs: SequenceRuns | None = None
     adapters: RowAdapters | None = None
     taps: ActivationTaps | None = None
+    grid: PatchGrid | None = None
 
     @classmethod
     def of_texts(
@@ -104,6 +108,25 @@ class ForwardBatch(NamedTuple):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
         return cls(jnp.broadcast_to(positions, tokens.shape), totals, lengths)
+
+    @classmethod
+    def of_patches(cls, grid: PatchGrid, tokens: int) -> ForwardBatch:
+        """Makes a batch of tiles, padded at their ends.
+
+        Args:
+            tokens: of a tile with its padding; more than patches if there are class tokens, which
+                come first.
+        """
+        lengths = grid.counts + (tokens - grid.rows.shape[1])
+        batch = cls.of_texts(jnp.zeros((grid.rows.shape[0], tokens), jnp.int32), lengths)
+        return batch._replace(grid=grid)
+
+    def resized(self, tokens: int) -> ForwardBatch:
+        """Makes the batch of tiles after a layer that has merged patches to so many tokens."""
+        if self.grid is None or tokens == self.positions.shape[1]:
+            return self
+        size = math.isqrt(self.positions.shape[1] // tokens)
+        return ForwardBatch.of_patches(self.grid.merged(size, tokens), tokens)
 
     @classmethod
     def flat(
@@ -225,13 +248,19 @@ class ForwardBatch(NamedTuple):
     def cos_sin_of(self, rope: Rotary) -> CosSin:
         """Returns the RoPE angles of the tokens."""
         known = (self.cos_sin or {}).get(str(rope.block))
-        return rope.cos_sin(self.positions, self.totals) if known is None else known
+        return self._angles(rope) if known is None else known
+
+    def _angles(self, rope: Rotary) -> CosSin:
+        if not isinstance(rope, GridRotary):
+            return rope.cos_sin(self.positions, self.totals)
+        assert self.grid is not None, "only patches are on a grid"
+        return rope.grid_cos_sin(self.grid, self.positions.shape[1])
 
     def with_cos_sin(self, ropes: Iterable[Rotary]) -> ForwardBatch:
         """Computes the batch's RoPE angles once for all layers."""
         cos_sin = {
-            str(rope.block): rope.cos_sin(self.positions, self.totals)
-            for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
+            str(rope.block): self._angles(rope)
+            for rope in {str(each.block): each for each in ropes if not each.has_factors}.values()
         }
         # Without the barrier XLA recomputes the sines in each layer.
         return self._replace(cos_sin=lax.optimization_barrier(cos_sin))

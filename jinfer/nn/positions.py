@@ -39,7 +39,7 @@ class Rotary(nnx.Module):
     """RoPE: rotary position embedding (arXiv 2104.09864)."""
 
     def __init__(self, block: RopeSpec, dtype: DTypeLike) -> None:
-        self.block = block
+        self.block, self.has_factors = block, block.factors
         if block.factors:
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
 

@@ -17,7 +17,7 @@ StepKind = Literal[
     "logits", "sample", "decode", "forward", "score", "beam", "contrastive",
     "fill_cross_attention", "encode", "copy_blocks", "set_slot", "verify", "propose",
     "gather_taps", "prefill_head", "propose_with_head", "allocate_kv_cache",
-    "trace", "trace_encoder", "gather_blocks", "scatter_blocks",
+    "trace", "trace_encoder", "gather_blocks", "scatter_blocks", "encode_image",
 ]  # fmt: skip
 _OF_SEQUENCES: tuple[StepKind, ...] = ("decode", "propose", "propose_with_head", "beam")
 
@@ -29,9 +29,10 @@ class StepKey:
     Attributes:
         kind: a key of `jinfer.engine.runner.step_table.STEPS`.
         tokens: tokens of a flat batch; sequences of "decode", "propose", "propose_with_head" and
-            "beam"; padded tokens of a text.
+            "beam"; padded tokens of a text, or
+            patches of a tile.
         chosen: tokens of a flat batch after which one is sampled, at most; trees of "verify".
-        rows: sequences of a flat batch without a state, or texts; of "verify", places in the
+        rows: sequences of a flat batch without a state, texts, or tiles; of "verify", places in the
             attention's batch, 0 where each token has one place; of "gather_blocks" and
             "scatter_blocks", blocks of each group.
         want: the result of "forward" and "encode".

@@ -16,6 +16,7 @@ import numpy as np
 from jinfer.engine.runner import device_state, head_steps, steps, trace_steps
 from jinfer.engine.runner.draft_steps import finish_propose, no_proposals
 from jinfer.engine.runner.edit_tables import abstract_edit_tables
+from jinfer.engine.runner.encoder_steps import encode_image, patch_values
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_forms import (
@@ -161,6 +162,12 @@ def _encode(inputs: StepInputs, key: StepKey) -> Step:
     return EncoderStep((texts, texts, int32(key.rows)), key.want)
 
 
+def _encode_image(inputs: StepInputs, key: StepKey) -> Step:
+    function = inputs.with_leaves(encode_image)
+    patches = float32(key.rows, key.tokens, patch_values(inputs.model.modules.spec))
+    return StepFunction(function, (), (inputs.leaves, patches, int32(key.rows, 2)))
+
+
 def _trace(inputs: StepInputs, key: StepKey) -> Step:
     tables = inputs.tables(key.rows)
     if key.blocks:
@@ -223,6 +230,7 @@ STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], Step]] = {
     "forward": _forward,
     "score": _score,
     "encode": _encode,
+    "encode_image": _encode_image,
     "trace": _trace,
     "trace_encoder": _trace_encoder,
     "beam": _beam,
