@@ -147,6 +147,7 @@ class GridPositions(nnx.Module):
             center = jnp.maximum(center, 0)
         first = jnp.floor(center)
         reach = np.arange(2) if block.resize == "linear" else np.arange(-1, 3)
+        reach = reach[None, None]
         rows = first.astype(jnp.int32)[..., None] + reach.astype(np.int32)
         distance = (center - first)[..., None] - reach.astype(np.float32)
         weights = _kernel(distance, block.resize)
@@ -157,7 +158,7 @@ def _antialiased_taps(at: Array, scale: Array, side: int, resize: str) -> tuple[
     """All rows of the table, weighted by a kernel as wide as a patch if that is more than a row."""
     wide = jnp.maximum(scale, 1)[..., None]
     center = rounded((at + 0.5) * scale)[..., None]
-    rows = np.arange(side, dtype=np.float32)
+    rows = np.arange(side, dtype=np.float32)[None, None]
     support = wide * (1 if resize == "linear" else 2)
     first = jnp.maximum(jnp.floor(center - support + 0.5), 0)
     seen = (rows >= first) & (rows < jnp.floor(center + support + 0.5))
@@ -233,7 +234,7 @@ class GridRotary(Rotary):
     def grid_cos_sin(self, grid: PatchGrid, tokens: int) -> CosSin:
         """Computes the angles of patches, and of tokens in front of them, which are not rotated."""
         block = self.block
-        series = np.arange(0, block.dim // 4, dtype=np.float64) * 2
+        series = np.arange(0, block.dim // 4, dtype=np.float64)[None, None] * 2
         exponents = [series, series + 1 if block.shifted else series]
         places = [grid.rows, grid.columns] if block.order == "row" else [grid.columns, grid.rows]
         both = [
