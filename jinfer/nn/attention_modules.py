@@ -23,7 +23,7 @@ from jinfer.nn.attention_features import (
 from jinfer.nn.attention_taps import tap_cached_pattern, tap_text_pattern
 from jinfer.nn.feed_forward import Router
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
-from jinfer.nn.image_modules import GridRotary, window_bias
+from jinfer.nn.image_modules import GridRotary, GridWindows
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes, scaled_queries
@@ -95,7 +95,7 @@ class Attention(GatedHeads):
         if self.block.kv_layer is not None:
             (q,) = self._products(x, "q")
             q = tapped("q", split_heads(self._queries(q, batch), self.block.heads))
-            rules = self._rules(q, q, batch, causal=True)
+            rules = self._rules(q, q, batch.positions, causal=True)
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
             flat = tap_cached_pattern(flat, q[0], cache, batch, rules)
@@ -116,9 +116,14 @@ class Attention(GatedHeads):
     ) -> tuple[Array, AttentionCache | None]:
         """Computes the heads' outputs [batch, tokens, heads, value_dim], and the new cache."""
         q, k, v = tapped("q", q), tapped("k", k), tapped("v", v)
-        rules = self._rules(q, k, batch, causal=cache is not None)
+        rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
+            if self.block.grid_window is not None:
+                assert batch.grid is not None, "only patches are on a grid"
+                windows = GridWindows.of(batch.grid, self.block.grid_window)
+                parts = (windows.split(part) for part in (q, k, v))
+                return windows.join(attend_text(*parts, windows.lengths, rules)), None
             out = attend_text(q, k, v, batch.lengths, rules)
             return tap_text_pattern(out, q, k, v, batch.lengths, rules), None
         index = None if self.block.own_indexer is None else self.indexer(x, x, batch)
@@ -190,7 +195,7 @@ class Attention(GatedHeads):
             part = norm(split_heads(part, heads)).reshape(part.shape)
         return part
 
-    def _rules(self, q: Array, k: Array, batch: ForwardBatch, causal: bool) -> ScoreRules:
+    def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block
         scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         rules = ScoreRules(
@@ -202,12 +207,9 @@ class Attention(GatedHeads):
             sinks=self.sinks[...] if block.sinks else None,
             slopes=self._slopes(),
         )
-        if block.grid_window is not None and batch.grid is not None:
-            window = window_bias(batch.grid, batch.positions, block.grid_window)
-            rules = rules._replace(bias=window)
         match block.position:
             case position_blocks.DisentangledSpec():
-                return rules._replace(bias=self._disentangled(q, k, batch.positions, scale))
+                return rules._replace(bias=self._disentangled(q, k, positions, scale))
             case position_blocks.RelativeBiasSpec():
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)

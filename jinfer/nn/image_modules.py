@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jinfer.modelspec import image_blocks
 from jinfer.modelspec.position_blocks import GridRopeSpec
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import CosSin, Rotary
-from jinfer.ops.attention.mask_rules import BiasFunction
 from jinfer.ops.reductions import rounded
 from jinfer.ops.rope import rotate
 
@@ -252,18 +251,47 @@ class GridRotary(Rotary):
         return CosSin(jnp.cos(angles), jnp.sin(angles))
 
 
-def window_bias(grid: PatchGrid, positions: Int[Array, "tiles tokens"], size: int) -> BiasFunction:
-    """Returns a score bias that excludes the keys of other windows of `size` x `size` patches."""
-    down, across = grid.rows // size, grid.columns // size
-    windows = down * (jnp.max(across, axis=1, keepdims=True) + 1) + across
+class GridWindows(NamedTuple):
+    """The windows of `size` x `size` patches of some tiles, as texts of an attention.
 
-    def bias(distance: Int[Array, "tiles tokens keys"]) -> Float[Array, "tiles 1 tokens keys"]:
-        keys = positions[:, :, None] - distance
-        keys = jnp.clip(keys, 0, windows.shape[1] - 1)
-        of_keys = jnp.take_along_axis(windows[:, None], keys, axis=-1)
-        return jnp.where(of_keys == windows[:, :, None], 0.0, -jnp.inf)[:, None]
+    Attributes:
+        lengths: patches of each window, fewer at the edges of a grid.
+        numbers: window of each patch; beyond the last one for padding.
+        places: place of each patch in its window.
+        size: patches on a side.
+    """
 
-    return bias
+    lengths: Int[Array, " windows"]
+    numbers: Int[Array, "tiles patches"]
+    places: Int[Array, "tiles patches"]
+    size: int
+
+    @classmethod
+    def of(cls, grid: PatchGrid, size: int) -> GridWindows:
+        """Divides the grids."""
+        tiles, patches = grid.rows.shape
+        # As many as a grid of so many patches can have: a narrow one has most.
+        most = patches // size**2 + (grid.group + patches // grid.group) // size + 2
+        across = -(-grid.sizes[:, 1:] // size)
+        rows, columns = jnp.divmod(jnp.arange(most, dtype=jnp.int32)[None], across)
+        heights = jnp.clip(grid.sizes[:, :1] - rows * size, 0, size)
+        widths = jnp.clip(grid.sizes[:, 1:] - columns * size, 0, size)
+        own = grid.rows // size * across + grid.columns // size
+        width = jnp.minimum(grid.sizes[:, 1:] - grid.columns // size * size, size)
+        first = jnp.arange(tiles, dtype=jnp.int32)[:, None] * most
+        padding = jnp.arange(patches, dtype=jnp.int32)[None] >= grid.counts[:, None]
+        numbers = jnp.where(padding, tiles * most, first + own)
+        places = grid.rows % size * width + grid.columns % size
+        return cls((heights * widths).reshape(-1), numbers, places, size)
+
+    def split(self, x: Float[Array, "tiles patches heads dim"]) -> Array:
+        """Moves patches to their windows, [windows, size^2, heads, dim]."""
+        empty = jnp.zeros((len(self.lengths), self.size**2, *x.shape[2:]), x.dtype)
+        return empty.at[self.numbers, self.places].set(x, mode="drop")
+
+    def join(self, x: Float[Array, "windows places heads dim"]) -> Array:
+        """Moves patches back, [tiles, patches, heads, dim]."""
+        return x.at[self.numbers, self.places].get(mode="fill", fill_value=0)
 
 
 class Merge(nnx.Module):
@@ -289,7 +317,7 @@ class Merge(nnx.Module):
         """The vectors [tiles, merged, neighbours, width]."""
         size = self.block.size
         merged = grid.merged(size, x.shape[1] // size**2)
-        inner = np.arange(size**2, dtype=np.int32)
+        inner = np.arange(size**2, dtype=np.int32)[None, None]
         rows = merged.rows[..., None] * size + inner // size
         index = grid.index(rows, merged.columns[..., None] * size + inner % size)
         flat = jnp.minimum(index, x.shape[1] - 1).reshape(x.shape[0], -1, 1)

@@ -79,7 +79,7 @@ class Linear(nnx.Module):
 
     def within_bounds(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """Computes the projection of clipped inputs, and clips the outputs."""
-        low, high, least, most = (getattr(self, bound)[...] for bound in _BOUNDS)
+        low, high, least, most = (getattr(self, bound)[0] for bound in _BOUNDS)
         bias = None if self.bias is None else self.bias[...]
         (y,) = linears(jnp.clip(x, low, high).astype(x.dtype), [self.weight[...]], [bias])
         return jnp.clip(y, least, most).astype(x.dtype)

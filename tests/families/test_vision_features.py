@@ -12,8 +12,14 @@ from safetensors.numpy import load_file, save_file
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.tensor_mapping import LoadError
 from jinfer.modelspec.spec_errors import SpecError
-from tests.families.vision_encoders import encoder_of, features, opened, processor_tiles
-from tests.images.image_goldens import NAMES, expected, golden
+from tests.families.vision_encoders import (
+    encoder_of,
+    expected,
+    features,
+    opened,
+    processor_tiles,
+)
+from tests.images.image_goldens import NAMES, golden
 
 
 @pytest.mark.parametrize("name", NAMES)

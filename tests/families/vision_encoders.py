@@ -11,7 +11,7 @@ from jinfer.api.build_engine import load_image_encoder, plan_images
 from jinfer.engine.runner.image_encoder import ImageEncoder
 from jinfer.images import PreparedImage
 from jinfer.loader.open_model import Opened, open_model
-from tests.images.image_goldens import expected, expected_tiles, golden, prepared
+from tests.images.image_goldens import expected_tiles, golden, prepared
 
 
 def opened(source: Path, **overrides: Any) -> tuple[Opened, ImageEncoder]:
@@ -28,6 +28,13 @@ def opened(source: Path, **overrides: Any) -> tuple[Opened, ImageEncoder]:
 def encoder_of(name: str) -> tuple[Opened, ImageEncoder]:
     """A golden and its encoder."""
     return opened(golden(name))
+
+
+@cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a golden."""
+    with np.load(golden(name) / "expected.npz") as arrays:
+        return dict(arrays)
 
 
 def padded(tiles: Sequence[np.ndarray]) -> np.ndarray:

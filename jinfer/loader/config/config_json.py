@@ -189,7 +189,8 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     type_ = str(own.get("model_type") or usual or f"the language model of {whole}")
     names = own.get("architectures") if isinstance(own.get("architectures"), list) else []
     name = table["text"].get(type_) or architecture_of(type_)
-    defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in own}
+    known = {*own, *(["rope_parameters"] if "rope_theta" in own else [])}
+    defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in known}
     outer = {key: value for key, value in config.items() if key != "auto_map"}
     tied = [c[_TIED] for c in (config, own) if isinstance(c.get(_TIED), bool)]
     text = defaults | outer | _without_null(own) | {"architectures": [name] if name else names}
