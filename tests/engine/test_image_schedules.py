@@ -49,14 +49,18 @@ def schedules(name: str, count: int, seed: int, **overrides: Any) -> None:
         every = [drawn_request(alone, rng) for _ in range(min(count, 24))]
         for one in every:
             answer_alone(alone, one)
-    small = {"engine.slots": 5, "engine.kv_tokens": CONTEXT + 320, "engine.prefill_chunk": 80}
+    small = {"engine.slots": 5, "engine.kv_tokens": CONTEXT + 640, "engine.prefill_chunk": 80}
     drafting = {"engine.slots": 3, "speculation.draft": "ngram", "engine.mixed_chunk": 20}
-    left = count
+    preempted = drafted = 0
     for keys in (small, drafting):
         with open_model(name, **{**settings, **keys}) as llm:
-            for number in range(-(-left // 2 // len(every))):
+            for number in range(-(-count // 2 // len(every))):
                 asked = [replace(one, got=[]) for one in rng.sample(every, len(every))]
-                check(llm, 1000 * seed + number, asked, rng, (0,) if number else (0, 0, 0.01))
+                check(llm, 1000 * seed + number, asked, rng, (0, 0, 0.01) if number else (0,))
+            preempted += llm.stats().preemptions
+            drafted += llm.session.engine.drafted.drafted
+    assert preempted, "the pool was meant to be too small"
+    assert drafted, "prompts that repeat were meant to be drafted from"
 
 
 @pytest.mark.parametrize("name", MODELS)
