@@ -76,14 +76,14 @@ def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
     if any("deepstack" in stack.head.assigned for stack in vision.stacks):
         made = encoder.runner.programs.abstract_result(StepKey("encode_image", PATCHES[0], rows=1))
         deepstack = made["deepstack"].shape[-1] // hidden
-    grid, both_ways = spec.image.position == "grid", spec.image.mask != "causal"
+    grid = spec.image.position == "grid"
 
     def encode(image: PreparedImage) -> ImageFeatures:
         return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
 
     decoder = spec.decoder
     assert decoder is not None, "it reads images"
-    shapes = ImageShapes(hidden, deepstack, grid, both_ways, _feature_place(decoder.stem))
+    shapes = ImageShapes(hidden, deepstack, grid, spec.image.mask, _feature_place(decoder.stem))
     return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
 
 

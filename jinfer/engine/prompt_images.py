@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 Positions = Literal["plain", "grid"]
-Mask = Literal["causal", "image", "prompt"]
+Mask = Literal["causal", "image", "window", "prompt"]
 
 
 class ImageContent(Protocol):
@@ -92,8 +92,8 @@ class PromptImages:
 
         Args:
             positions: "grid": a feature's rotary position is its place in the image (M-RoPE).
-            mask: where tokens attend both ways: nowhere, within each run of placeholders, or within
-                the prompt.
+            mask: where tokens attend both ways: nowhere, within each run of placeholders ("window":
+                in attentions with a window alone), or within the prompt.
             lookup: as the attribute.
 
         Raises:

@@ -225,9 +225,12 @@ class ForwardBatch(NamedTuple):
         Args:
             shared: whether the cache's keys are its values too.
         """
-        if self.images is None or self.images.ranges is None:
+        ranges = None if self.images is None else self.images.ranges
+        if self.images is not None and rules.window is not None and ranges is None:
+            ranges = self.images.window_ranges
+        if ranges is None:
             return out
-        first, last = self.images.ranges
+        first, last = ranges
         inside = last >= 0
         positions = at.positions
         if rules.window is not None:

@@ -106,11 +106,13 @@ class ImageRows(NamedTuple):
             they are equal.
         ranges: the first and the last token of the range within which a row attends both ways; -1:
             it only attends to earlier tokens. None: all do.
+        window_ranges: likewise, in attentions with a window alone.
     """
 
     edits: dict[str, RowEdit]
     shifts: Int[Array, "3 rows"] | None = None
     ranges: Int[Array, "2 rows"] | None = None
+    window_ranges: Int[Array, "2 rows"] | None = None
 
     def before(self, edits: Mapping[str, RowEdit]) -> Mapping[str, RowEdit | EditsInTurn]:
         """The features, then the requests' edits."""

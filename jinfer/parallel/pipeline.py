@@ -432,7 +432,9 @@ class PipelineForward:
             hidden = pipeline.move(x, before, stage.device_group)
             weights, before = pipeline.leaves_of(number, leaves), stage.device_group
             arguments = weights, caches[number], hidden, here, last_here if stage.last else None
-            on_host = () if stage.host is None else (batch_on(stage.host)[0],)
+            on_host: tuple[FlatBatch, ...] = ()
+            if stage.host is not None:
+                on_host = (with_own_images(batch_on(stage.host)[0], stage),)
             cache, x = pipeline.launch(f"stage {number}", made.program, *arguments, *on_host)
             # So that offloaded weights are freed as soon as the device has used them.
             del weights, arguments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jinfer.engine.prompt_images import ImageContent
+from jinfer.engine.prompt_images import ImageContent, Mask
 from jinfer.engine.requests import EngineError
 from jinfer.engine.scheduling.step_plan import PrefillChunk, StepPlan
 from jinfer.nn.row_edits import IMAGES, ImageRows, RowEdit
@@ -43,14 +43,14 @@ class ImageShapes(NamedTuple):
         hidden: width of a feature.
         deepstack: number of layers after which features are added.
         grid: whether rows have rotary positions by time, row and column.
-        both_ways: whether rows may attend to later ones.
+        mask: where rows attend to later ones.
         place: name of the activation that features replace.
     """
 
     hidden: int
     deepstack: int = 0
     grid: bool = False
-    both_ways: bool = False
+    mask: Mask = "causal"
     place: str = "embed"
 
     def empty(self, rows: int) -> ImageRows:
@@ -66,8 +66,8 @@ class ImageShapes(NamedTuple):
         edited: Any = np.zeros((1, rows), np.bool_)
         edits[self.place] = RowEdit(features(0.0), factor, edited=edited)
         shifts: Any = np.zeros((3, rows), np.int32) if self.grid else None
-        ranges: Any = np.full((2, rows), -1, np.int32) if self.both_ways else None
-        return ImageRows(edits, shifts, ranges)
+        ranges: Any = None if self.mask == "causal" else np.full((2, rows), -1, np.int32)
+        return ImageRows(edits, shifts, *((None, ranges) if self.mask == "window" else (ranges,)))
 
 
 def abstract_image_rows(shapes: ImageShapes, rows: int) -> dict[str, Any]:
@@ -142,8 +142,9 @@ class EncodedImages:
         here, there = slice(begin, begin + known), slice(chunk.start, chunk.start + known)
         if rows.shifts is not None:
             rows.shifts[:, here] = images.shifts[:, there]
-        if rows.ranges is not None and images.ranges is not None:
-            rows.ranges[:, here] = images.ranges[:, there]
+        for ranges in (rows.ranges, rows.window_ranges):
+            if ranges is not None and images.ranges is not None:
+                ranges[:, here] = images.ranges[:, there]
         owner, feature = images.owner[there], images.feature[there]
         place = self.shapes.place
         rows.edits[place].edited[0, here] = owner >= 0
