@@ -12,6 +12,7 @@ from jinfer.server.core.chat_schemas import Message
 from jinfer.server.core.image_parts import ImageParts
 from jinfer.server.core.prompt_builder import template_messages
 from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.tool_parsers.template_shape import convert_messages, detect_shape
 from jinfer.template import ChatTemplate
 from jinfer.template.chat_prompt import Conversation

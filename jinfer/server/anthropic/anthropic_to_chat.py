@@ -292,4 +292,4 @@ def field_name(field: str, body: ConversationFields) -> str:
     if field.startswith("tools."):
         field = field.replace(".function.parameters", ".input_schema", 1)
         return field.replace(".function.", ".", 1)
-    return _NAMES.get(field, field)
+    return _NAMES.get(field, field.replace(".image_url", ".source"))

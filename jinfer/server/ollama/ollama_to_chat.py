@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,10 +26,14 @@ _NAMES: Mapping[str, str] = {
     "reasoning_effort": "think",
     "thinking": "think",
 }
+_IMAGE = re.compile(r"(messages\.\d+)\.content\.(\d+)\.image_url")
 
 
 def ollama_name(field: str, body: OllamaChatRequest | OllamaGenerateRequest) -> str:
     """Return Ollama's name of a chat request's field."""
+    if (image := _IMAGE.fullmatch(field)) is not None:
+        message = "" if isinstance(body, OllamaGenerateRequest) else f"{image[1]}."
+        return f"{message}images.{image[2]}"
     if field == "messages" and isinstance(body, OllamaGenerateRequest):
         return "prompt"
     first = field.split(".", 1)[0]
