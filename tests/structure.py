@@ -22,7 +22,7 @@ LEVELS = [
     KERNELS,
     {"sandbox", "matmul_precision", "version"},
     {"modelspec", "tokenizer"},
-    {"quant", "template"},
+    {"images", "quant", "template"},
     {"ops"},
     {"nn"},
     {"sampling"},

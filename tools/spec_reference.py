@@ -17,6 +17,7 @@ from jinfer.modelspec.attention_blocks import (
 from jinfer.modelspec.blocks import BLOCKS
 from jinfer.modelspec.bounded_types import describe, fields, union
 from jinfer.modelspec.feed_forward_blocks import ACTIVATION_ALIASES
+from jinfer.modelspec.image_table import SIZE_RULES, ImageLayoutSpec, ImageSpec
 from jinfer.modelspec.model_spec import ClassificationSpec, EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.position_blocks import RopeScalingSpec
@@ -43,6 +44,8 @@ _TABLES: tuple[tuple[str, str, Any], ...] = (
     ("mesh of [partition]", "Takes the devices in their order.", MeshSpec),
     ("[speculation]", "Draft sources and the number of drafted tokens.", SpeculationSpec),
     ("draft of [speculation]", "An entry is a text, its `source`, or this table.", DraftSpec),
+    ("[image]", "How images become patches and placeholder tokens.", ImageSpec),
+    ("[image.layout]", "Texts around an image's placeholders, not expressions.", ImageLayoutSpec),
     ("[classification]", "How scores of classes are read.", ClassificationSpec),
 )
 
@@ -60,6 +63,8 @@ def page() -> str:
         *(_section(cls) for cls in BLOCKS),
         "## Positions of an attention",
         *(_section(cls) for cls in _positions()),
+        "## Sizes of images",
+        *(_section(cls) for cls in SIZE_RULES),
         "## Tables",
         *(f"### {title}\n\n{about}\n\n{_table(cls)}" for title, about, cls in _TABLES),
     ]
@@ -84,7 +89,7 @@ def _about(cls: Any) -> list[str]:
     inside = False
     for line in text.splitlines():
         inside = line != "" and (inside or _meaning_of(line, cls) is not None)
-        if not inside:
+        if not inside and line != "Attributes:":
             lines.append(line)
     return "\n".join(lines).strip().splitlines()
 
@@ -148,6 +153,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return f"`dims.{field.metadata['dim']}`"
     if field.default is dataclasses.MISSING:
         return "must be given"
-    words = {None: "none", True: "true", False: "false"}
-    is_word = field.default is None or isinstance(field.default, bool)
+    if dataclasses.is_dataclass(field.default):
+        return "its defaults"
+    words = {None: "none", True: "true", False: "false", "": '""'}
+    is_word = field.default in (None, "") or isinstance(field.default, bool)
     return f"`{words[field.default] if is_word else field.default}`"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,9 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
+from jinfer.engine.runner.image_encoder import PATCHES, ImageEncoder
+from jinfer.engine.runner.image_rows import EncodedImages, ImageFeatures, ImageShapes
+from jinfer.engine.runner.model_runner import SIZES, ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
@@ -27,10 +31,12 @@ from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
-from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
+from jinfer.loader.weights.read_weights import on_device
+from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
@@ -39,19 +45,78 @@ from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jinfer.images.prepared_image import PreparedImage
     from jinfer.speculate.build_drafters import OpenedDrafters
 
+_GIB = 1 << 30
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
+def plan_images(opened: Opened, program_cache: DiskCache | None = None) -> WeightPlan | None:
+    """The plan of the weights of a model's encoder of images; None if it has none."""
+    if opened.spec.vision is None or opened.images is None:
+        return None
+    model = build_abstract_model(opened.spec.vision, np.dtype(opened.dtype), program_cache)
+    return plan_weights(model, opened.spec.vision, opened.images, opened.activations)
+
+
+def build_image_encoder(
+    plan: WeightPlan, engine: Engine, program_cache: DiskCache | None = None
+) -> ImageEncoder:
+    """The encoder of images for an engine, on its home device; `load_image_encoder` follows."""
+    return ImageEncoder.of(plan.model, program_cache, engine.runner.programs.home_device)
+
+
+def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
+    """The features of images for an engine: what its encoder gives, and what is kept of it."""
+    spec, vision = opened.spec, opened.spec.vision
+    assert spec.image is not None, "it has an encoder of images"
+    assert vision is not None, "it has an encoder of images"
+    hidden, deepstack = int(spec.dims["hidden"]), 0
+    if any("deepstack" in stack.head.assigned for stack in vision.stacks):
+        made = encoder.runner.programs.abstract_result(StepKey("encode_image", PATCHES[0], rows=1))
+        deepstack = made["deepstack"].shape[-1] // hidden
+    grid = spec.image.position == "grid"
+
+    def encode(image: PreparedImage) -> ImageFeatures:
+        return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
+
+    decoder = spec.decoder
+    assert decoder is not None, "it reads images"
+    shapes = ImageShapes(hidden, deepstack, grid, spec.image.mask, _feature_place(decoder.stem))
+    return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
+
+
+def _feature_place(stem: Formula) -> str:
+    """The activation that features replace: the stem's value, or another that it equals."""
+    value = stem.statements[-1][1]
+    if isinstance(value, ast.Name) and value.id in stem.assigned - {"x"}:
+        return f"decoder.stem.{value.id}"
+    return "embed"
+
+
+def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
+    """Gives an encoder of images its weights."""
+    device, put = encoder.runner.programs.device, on_device
+    if device is not None:
+        from jinfer.speculate.draft_model import put_on
+
+        put = put_on(device)
+    encoder.runner.parameters = load_weights.load(plan, put, progress=progress)
+
+
 def build_engine(
-    opened: Opened, model: AbstractModel, program_cache: DiskCache | None = None
+    opened: Opened,
+    model: AbstractModel,
+    program_cache: DiskCache | None = None,
+    images: WeightPlan | None = None,
 ) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
         model: its parameters as they will be stored.
         program_cache: where its programs are kept.
+        images: the plan of the encoder of images, whose weights take memory as well.
 
     Raises:
         SpecError: `[partition]` asks for what cannot be.
@@ -68,7 +133,8 @@ def build_engine(
     if current_group() is not None:
         programs = _in_processes(opened, model)
     elif opened.spec.partition.is_plain:
-        programs = _on_one_device(opened, model, program_cache)
+        others = 0 if images is None else nbytes(images.model.parameters)
+        programs = _on_one_device(opened, model, program_cache, others)
     else:
         programs = _in_stages(opened, model)
     pipeline: Any = programs.pipeline
@@ -109,14 +175,19 @@ def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
         structured.forget_constraints(tokenizer)
 
 
-def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
+def load(
+    engine: Engine, plan: WeightPlan, images: WeightPlan | None = None, *, progress: bool = False
+) -> None:
     """Gives an engine its weights, on the devices where they are to be, and its offload's stores.
+
+    Args:
+        images: the plan of its encoder of images, on which cached prefixes depend too.
 
     Raises:
         SpecError: a store cannot be had.
     """
     pipeline: Any = engine.runner.programs.pipeline
-    start_offload(engine, plan)
+    start_offload(engine, plan, images)
     if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
@@ -159,14 +230,14 @@ def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
 
 
 def _on_one_device(
-    opened: Opened, model: AbstractModel, program_cache: DiskCache | None
+    opened: Opened, model: AbstractModel, program_cache: DiskCache | None, others: int
 ) -> CompiledPrograms:
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,
         opened.spec.engine,
         opened.context,
-        used=nbytes(model.parameters),
+        used=nbytes(model.parameters) + others,
     )
     return CompiledPrograms(model, _sizes(opened, model, blocks), program_cache)
 
@@ -208,7 +279,8 @@ def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
 def _sizes(opened: Opened, model: AbstractModel, blocks: dict[str, int]) -> Sizes:
     vocab, room = opened.spec.dims.get("vocab", 0), model.modules.adapters
     slots, adapters = opened.spec.engine.slots, 0 if room is None else room.count
-    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters)
+    offsets = opened.spec.image is not None and opened.spec.image.position == "grid"
+    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters, offsets)
 
 
 def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> list[StepKey]:
@@ -265,6 +337,8 @@ def all_shapes(engine: Engine) -> list[StepKey]:
         for size in engine.scheduler.sizes
         for chosen in sorted({1, engine.runner.sampled_rows(size, 2)})
     ]
+    if (images := engine.runner.images) is not None:
+        flat += [replace(key, images=images.shapes) for key in flat if key.tokens >= SIZES[0]]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
     for stages in sampler_sets():
@@ -273,10 +347,7 @@ def all_shapes(engine: Engine) -> list[StepKey]:
     return shapes
 
 
-_GIB = 1 << 30
-
-
-def start_offload(engine: Engine, plan: WeightPlan) -> None:
+def start_offload(engine: Engine, plan: WeightPlan, images: WeightPlan | None = None) -> None:
     """Connects an engine with the stores that `[engine]` asks for, if any.
 
     Raises:
@@ -286,6 +357,8 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
+    if images is not None:
+        engine.weights_key += entry_key(images, "kv cache")
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return

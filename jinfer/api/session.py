@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -20,15 +20,21 @@ from jinfer.api.build_engine import (
     announce_first,
     announce_stored,
     build_engine,
+    build_image_encoder,
+    encoded_images,
     forget_tokenizer,
     load,
+    load_image_encoder,
     open_drafts,
+    plan_images,
 )
+from jinfer.api.image_inputs import EncodedPrompt, encode_conversation, take_images
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
     check_thinking,
     parallel_sampling,
+    prompt_images,
     sampling_row,
     start_grammar,
     thinking_limit,
@@ -46,7 +52,7 @@ from jinfer.api.prompt_inputs import (
 )
 from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import AdapterUse, Request, RequestError
+from jinfer.engine.requests import AdapterUse, ImageSpan, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
@@ -92,6 +98,7 @@ class Session:
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
         family, stored_as: of the model, in a word each (`jinfer.loader.open_model`).
+        image_encoder: its encoder of images; None if it has none.
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
@@ -113,7 +120,7 @@ class Session:
         *,
         progress: bool = False,
         threads: int | None = None,
-        first: Callable[[Session], list[int]] | None = None,
+        first: Callable[[Session], Sized] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
@@ -135,7 +142,14 @@ class Session:
         self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), program_cache)
         self.adapters = Adapters.of(opened)
         plan = self.plan(opened)
-        self.engine = build_engine(opened, self.adapters.room_in(plan.model), program_cache)
+        images = plan_images(opened, program_cache)
+        model = self.adapters.room_in(plan.model)
+        self.engine = build_engine(opened, model, program_cache, images)
+        self.image_encoder = (
+            None if images is None else build_image_encoder(images, self.engine, program_cache)
+        )
+        if self.image_encoder is not None:
+            self.engine.runner.images = encoded_images(opened, self.image_encoder)
         drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -150,7 +164,9 @@ class Session:
         else:
             announce_stored(self.engine)
         begun = time.perf_counter()
-        load(self.engine, plan, progress=progress)
+        load(self.engine, plan, images, progress=progress)
+        if self.image_encoder is not None and images is not None:
+            load_image_encoder(self.image_encoder, images, progress=progress)
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.adapters.load_listed(self.engine, self.thread)
@@ -159,7 +175,7 @@ class Session:
         # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
         # a hundred thousand strings, of which the tokenizer has copies.
         file = replace(opened.checkpoint, tensors={}, metadata={})
-        self.opened = replace(opened, checkpoint=file)
+        self.opened = replace(opened, checkpoint=file, images=None)
         self.thread.start()
         # What is loaded stays, and need not be searched for garbage again. Garbage is collected
         # first: it would stay too, and keep the callers' frames and this object alive.
@@ -229,26 +245,40 @@ class Session:
 
     def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
+        return _without_images(self.encode_prompt(given, special=special))
+
+    def encode_prompt(self, given: Prompt, *, special: bool | None = None) -> EncodedPrompt:
+        """Tokenize a prompt with its images; arguments as `LLM.encode`."""
         prompt = parse_prompt(given)
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=special is not False)
+            return EncodedPrompt(self.tokenizer.encode(prompt, parse_special=special is not False))
         if is_conversation(prompt):
-            return self.encode_chat(prompt, special=bool(special))
+            return self.encode_conversation(prompt, special=bool(special))
         ids = cast("list[int]", prompt)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
                 raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
-        return ids
+        return EncodedPrompt(ids)
 
     def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
         """As `LLM.encode_chat`."""
-        return self.opened.conversation.encode(self.tokenizer, parse_messages(given), **variables)
+        return _without_images(self.encode_conversation(given, **variables))
+
+    def encode_conversation(
+        self, given: str | Sequence[Message], **variables: Any
+    ) -> EncodedPrompt:
+        """Tokenize a conversation with its images; arguments as `LLM.encode_chat`."""
+        messages, images = take_images(parse_messages(given))
+        conversation = self.opened.conversation
+        return encode_conversation(conversation, self.tokenizer, messages, images, **variables)
 
     def chat(
         self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
-    ) -> tuple[list[int], SamplingParams]:
-        """A conversation's token ids and parameters; some of the keywords are the template's.
+    ) -> tuple[EncodedPrompt, SamplingParams]:
+        """A conversation's tokens and parameters; some of the keywords are the template's.
 
         Raises:
             RequestError: a keyword that neither sampling nor the template knows.
@@ -270,7 +300,8 @@ class Session:
                 raise RequestError(
                     f"neither sampling nor the model's chat template knows {show_value(name)}{hint}"
                 )
-        return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
+        encoded = self.encode_conversation(given, **{**variables, **named})
+        return encoded, self.sampling(params, changes)
 
     def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
         """Parameters of a request, overridden by keywords. Raises `RequestError`."""
@@ -297,6 +328,7 @@ class Session:
         priority: int = 0,
         timeout: float | None = None,
         adapter: AdapterUse | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> list[PreparedRequest]:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
@@ -305,6 +337,7 @@ class Session:
             priority: lower ones go first.
             timeout: seconds after which they are aborted.
             adapter: the LoRA adapter that they are computed with.
+            images: those of the prompt, with the places of their features.
 
         Raises:
             RequestError: it cannot be run.
@@ -345,6 +378,7 @@ class Session:
             adapter=adapter,
             thinking=thinking_limit(self.opened, sampling, ids),
             activations=activations,
+            images=prompt_images(self.engine, self.opened.spec.image, ids, images, sampling),
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)
@@ -385,3 +419,10 @@ class Session:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
+
+
+def _without_images(prompt: EncodedPrompt) -> list[int]:
+    """The token ids of a prompt of text. Raises `RequestError` if it has images."""
+    if prompt.images:
+        raise RequestError("images can be read by generate, stream and chat only; leave them out")
+    return prompt.ids

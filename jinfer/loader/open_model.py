@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.images.placeholders import placeholder_id
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.classification_config import ClassificationConfig, find_classification
@@ -22,6 +24,7 @@ from jinfer.loader.config.config_json import (
     multimodal,
     quant_settings,
     read_config,
+    with_image_processor,
 )
 from jinfer.loader.config.generation_config import (
     check_defaults,
@@ -41,8 +44,9 @@ from jinfer.loader.model_files import (
     with_own_heads,
 )
 from jinfer.loader.open_keywords import override_tables
-from jinfer.loader.resolve_model import resolve_model
+from jinfer.loader.resolve_model import reads_images, resolve_model
 from jinfer.loader.sources import full_source, locate
+from jinfer.loader.weights.tensor_mapping import by_name
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
@@ -80,6 +84,7 @@ class Opened:
         decoder_prefix: tokens that the decoder of an encoder-decoder starts with.
         adapters: LoRA adapters that are loaded with it.
         thinking: the marks around its reasoning; None if it has none.
+        images: the tensors of its encoder of images; None if it has none.
     """
 
     spec: ModelSpec
@@ -97,6 +102,7 @@ class Opened:
     decoder_prefix: tuple[int, ...]
     adapters: tuple[AdapterFile, ...] = ()
     thinking: ThinkingMarks | None = None
+    images: Checkpoint | None = None
 
     @cached_property
     def title(self) -> str:
@@ -142,8 +148,15 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         reason = "it drafts for another model: open that one, and name this in speculation.draft"
         raise SpecError(spec.path, "decoder.follows", reason)
     check_unused(unused, files.config, spec)
-    if files.multimodal is not None and files.multimodal.leaves_out(files.checkpoint):
+    images = image_checkpoint(files, spec)
+    if spec.vision is not None:
+        table = files.config.get("vision_config", {})
+        own = {k.removeprefix("vision_config."): v for k, v in unused.items()}
+        check_unused({k: own[k] for k in own.keys() & table.keys()}, table, spec.vision)
+    elif images is not None and images.tensors:
         _log.warning("%s: reads text alone: images and sounds are left out", spec.path)
+    elif reads_images(files):
+        _log.warning("%s: reads text alone: it has no tensors of its image encoder", spec.path)
     adapters = adapter_files(spec, files, tables)
     spec, checkpoint = with_own_heads(spec, files.checkpoint, adapters)
     generation, path = generation_config(checkpoint)
@@ -153,6 +166,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     inside = checkpoint.format == "gguf" and folder == checkpoint.path
     metadata = checkpoint.metadata if inside else None
     tokenizer = load_tokenizer(folder, metadata=metadata, vocab_size=vocab, trust=files.trust)
+    if spec.image is not None and tokenizer is not None:
+        placeholder = placeholder_id(tokenizer, spec.image)
+        spec = replace(spec, image=replace(spec.image, placeholder=placeholder))
     conversation = Conversation.of(spec, folder, files.config)
     thinking = None
     if tokenizer is not None:
@@ -176,6 +192,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         decoder_prefix=starts,
         adapters=adapters,
         thinking=thinking,
+        images=images if spec.vision is not None else None,
     )
 
 
@@ -191,7 +208,7 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     source = full_source(source, Path.cwd())
     files = read_spec_file(source, locate(source, Path.cwd()), overrides)
     checkpoint, path = open_checkpoint(files.weights), config_path(files.weights)
-    whole = read_config(path, checkpoint)
+    whole = with_image_processor(read_config(path, checkpoint), path.parent)
     config = language_model(whole)
     if checkpoint.format in _QUANTIZED and not isinstance(checkpoint, NativeCheckpoint):
         # Imported here, because GGUF files need none of the layouts.
@@ -201,6 +218,18 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     return ModelFiles(
         **vars(files), checkpoint=checkpoint, config=config, multimodal=multimodal(whole)
     )
+
+
+def image_checkpoint(files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
+    """Return the tensors of a model's encoder of images and of what else its text does not need."""
+    if files.multimodal is not None:
+        return files.multimodal.others(files.checkpoint)
+    if spec.vision is None:
+        return None
+    seen = by_name(files.checkpoint, spec.vision.tensors)
+    patterns = spec.vision.tensors.patterns
+    kept = {t.name: t for n, t in seen.items() if any(fnmatchcase(n, p) for p in patterns)}
+    return replace(files.checkpoint, tensors=kept)
 
 
 def context_length(spec: ModelSpec) -> int:

@@ -26,9 +26,15 @@ from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.position_blocks import LearnedPositionsSpec, SinusoidalPositionsSpec
-from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
+from jinfer.modelspec.resolve_spec import VISION, CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import CLASSIFIES, find_family, format_table, with_families
+from jinfer.modelspec.spec_files import (
+    CLASSIFIES,
+    find_family,
+    format_table,
+    image_layer,
+    with_families,
+)
 from jinfer.modelspec.spec_values import MissingKey, row_counter
 from jinfer.modelspec.tensor_names import TensorMap
 
@@ -49,7 +55,7 @@ def resolve_model(
     """
     looked_up, path = set[str](), str(files.path)
     facts = _facts(files, looked_up)
-    families = _families(files)
+    families = _families(files, facts)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
     if files.multimodal is not None:
         base = {**base, "tensors": files.multimodal.tensors}
@@ -75,15 +81,29 @@ def family_of(files: ModelFiles) -> str:
     return str(find_family(_facts(files, set()), files.architectures, files.path))
 
 
-def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
-    """Return the specification's tables, the most general first, or the matching family's."""
-    if not files.describes_model:
+def _families(files: ModelFiles, facts: CheckpointFacts) -> list[Mapping[str, Any]]:
+    """Return the specification's tables, the most general first, or the matching family's.
+
+    The tables about images of a multimodal model precede those that the user wrote.
+    """
+    if files.describes_model:
+        tables = with_families(dict(files.own), files.path)
+        for table in tables if files.enclosed else ():
+            check_enclosed(files.path, "family", table.get("family"))
+    else:
         # The family comes with jinfer. Keys that only choose it do not count as read.
-        return [*with_families({**files.own, "family": family_of(files)}, files.path)]
-    tables = with_families(dict(files.own), files.path)
-    for table in tables if files.enclosed else ():
-        check_enclosed(files.path, "family", table.get("family"))
+        tables = with_families({**files.own, "family": family_of(files)}, files.path)
+    if files.multimodal is not None and not any(VISION in table for table in tables):
+        images = image_layer(facts, files.multimodal.architecture)
+        return [*tables[:-1], *([images] if images else []), tables[-1]]
     return [*tables]
+
+
+def reads_images(files: ModelFiles) -> bool:
+    """Whether the model is of an architecture whose images can be read."""
+    whole = files.multimodal
+    known = whole and image_layer(_facts(files, set()), whole.architecture, complete=False)
+    return known is not None
 
 
 def _classifies(

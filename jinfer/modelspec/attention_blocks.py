@@ -8,7 +8,13 @@ from typing import ClassVar, Literal
 from jinfer.modelspec.block import ArrayKind, Block, CachedKV
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
 from jinfer.modelspec.feed_forward_blocks import Activation, MoESpec
-from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
+from jinfer.modelspec.position_blocks import (
+    AlibiSpec,
+    DisentangledSpec,
+    GridRopeSpec,
+    RelativeBiasSpec,
+    RopeSpec,
+)
 from jinfer.modelspec.spec_errors import show_value
 
 
@@ -143,6 +149,8 @@ class AttentionSpec(Block):
     window: sliding window: number of tokens that a token attends to, including itself; none: all
         before it. In an encoder as many after it as before it.
     causal: of an encoder: whether a token attends to those before it only, as in a decoder.
+    grid_window: of an image encoder: number of patches on a side of the windows into which a grid
+        is divided: a patch attends to those of its own window only.
     chunk: number of tokens in a chunk: a token attends to those before it in its own chunk only.
     scale: scale of the scores; none: 1 / sqrt(head_dim).
     qk_norm: normalization of queries and keys, `attn.q_norm` and `attn.k_norm`.
@@ -160,6 +168,8 @@ class AttentionSpec(Block):
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
     low_rank: rank of two matrices added to each of `q`, `k` and `v`, `attn.q_low.down` and
         `attn.q_low.up` and so on: q(x) + up(down(x)); none: there are none.
+    bounded: whether each projection clips its inputs and outputs to bounds of the checkpoint,
+        `attn.q.input_min`, `attn.q.output_max` and so on.
     """
 
     kind: Literal["attention"]
@@ -169,10 +179,13 @@ class AttentionSpec(Block):
     kv_heads: int = dim("kv_heads", axis="kv_heads")
     head_dim: int = dim("head_dim")
     value_dim: Size | None = None
-    position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | None = None
+    position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | GridRopeSpec | None = (
+        None
+    )
     bias: bool | str = False
     window: Size | None = None
     causal: bool = False
+    grid_window: Size | None = None
     chunk: Size | None = None
     scale: Positive | None = None
     qk_norm: QKNormSpec | None = None
@@ -188,6 +201,7 @@ class AttentionSpec(Block):
     kv_layer: Count | None = None
     indexer: IndexerSpec | None = None
     low_rank: Size | None = None
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         _drop_neutral_temperature(self)
@@ -199,6 +213,8 @@ class AttentionSpec(Block):
             return wrong
         if isinstance(self.position, RopeSpec) and self.position.dim > self.head_dim:
             return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        if isinstance(self.position, GridRopeSpec) and self.position.dim != self.head_dim:
+            return "position.dim", f"{self.position.dim} is not head_dim = {self.head_dim}"
         if self.chunk is not None and self.window is not None:
             return "chunk", "excludes a window"
         if self.chunk is not None and not isinstance(self.position, RopeSpec | None):
@@ -242,7 +258,7 @@ class AttentionSpec(Block):
         )
 
     def misplaced(self, stack: str, part: str) -> str:
-        if self.causal and stack != "encoder":
+        if self.causal and stack == "decoder":
             return "an attention with causal = true, which is for an encoder: a decoder's always is"
         if self.chunk is not None and stack != "decoder":
             return "an attention in chunks, which only a decoder can"
@@ -252,6 +268,9 @@ class AttentionSpec(Block):
             return "an attention with an indexer, which only a decoder can"
         if isinstance(self.position, DisentangledSpec) and stack != "encoder":
             return "an attention with disentangled positions, which only an encoder can"
+        on_grid = isinstance(self.position, GridRopeSpec) or self.grid_window is not None
+        if on_grid and stack != "vision":
+            return "an attention on a grid, which only [vision] can"
         return ""
 
     def undividable(self) -> str:

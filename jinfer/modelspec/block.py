@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-# Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output.
-ArrayKind = Literal["vectors", "indices", "encoded"]
+# Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output; the grids
+# of patches of images.
+ArrayKind = Literal["vectors", "indices", "encoded", "grid"]
 
 
 class CachedKV(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Union
 from jinfer.modelspec import (
     attention_blocks,
     feed_forward_blocks,
+    image_blocks,
     position_blocks,
     recurrent_blocks,
 )
@@ -302,6 +303,7 @@ def _block_kinds() -> tuple[type[Block], ...]:
         attention_blocks,
         feed_forward_blocks,
         recurrent_blocks,
+        image_blocks,
     )
     return tuple(
         value

@@ -67,6 +67,8 @@ class GatedMLPSpec(Block):
     sparsity: share of the gate's numbers that become 0, were they normally distributed: what is
         below mean + deviation * quantile(sparsity) does, and the rest is reduced by it (Gemma 3n).
     threshold: that quantile itself, instead of the share; none: as `sparsity` says.
+    bounded: whether each projection clips its inputs and outputs to bounds of the checkpoint,
+        `ffn.up.input_min`, `ffn.up.output_max` and so on.
     """
 
     kind: Literal["gated"]
@@ -79,6 +81,7 @@ class GatedMLPSpec(Block):
     offset: NotNegative = SWIGLU_OFFSET
     sparsity: Fraction = 0.0
     threshold: float | None = None
+    bounded: bool = False
 
     def check(self) -> tuple[str, str] | None:
         if self.sparsity == 1:

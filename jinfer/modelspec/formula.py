@@ -83,7 +83,12 @@ def _numbered(name: str, number: int, often: int) -> str:
     return name if number == often else f"{name}@{number}"
 
 
-_EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
+_EXAMPLES = {
+    "vectors": "vectors such as x",
+    "indices": "tokens or positions",
+    "encoded": "encoded",
+    "grid": "grid",
+}
 
 
 @dataclass(frozen=True)

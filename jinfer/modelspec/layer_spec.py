@@ -105,10 +105,11 @@ class StackSpec:
     """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
 
     Attributes:
-        name: "decoder" (causal) or "encoder" (bidirectional).
+        name: "decoder" (causal), "encoder" (bidirectional) or "vision" (over patches of images).
         modules: modules of the stem and the head.
         follows: inputs from the target model, for a draft head.
         onward: values that layers after the last one take, of a part of a stack; None: it is whole.
+        group: of "vision": patches come in groups of this many rows and columns; 1: row by row.
     """
 
     name: str
@@ -118,6 +119,7 @@ class StackSpec:
     modules: tuple[tuple[str, Block], ...]
     follows: FollowSpec | None = None
     onward: tuple[str, ...] | None = None
+    group: int = 1
 
     @cached_property
     def carried(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.blocks import HeadSpec
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
+from jinfer.modelspec.image_table import ImageSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.position_blocks import RopeScalingSpec, RopeSpec
@@ -151,6 +152,8 @@ class EngineSpec:
         cache_disk_size: GiB that may be in this folder; the least recently used leave.
         prefill_chunk: prompt tokens per step while no sequence decodes (chunked prefill).
         mixed_chunk: tokens of a step that mixes prefill with decoding.
+        image_cache: GiB of host memory for the encoder's output for images, which requests with the
+            same image share.
         queue: requests that may wait; none: any number.
         warm_up: whether all programs are compiled at start, rather than on first use.
         max_adapters: LoRA adapters that may be loaded at a time in addition to the model, those of
@@ -173,6 +176,7 @@ class EngineSpec:
     cache_disk_size: Positive = 16.0
     prefill_chunk: Size = 512
     mixed_chunk: Size = 96
+    image_cache: NotNegative = 0.25
     queue: Size | None = None
     warm_up: bool = False
     max_adapters: Count = 0
@@ -218,6 +222,9 @@ class ModelSpec:
             the specification does not follow: "refuse" the model, or only "warn".
         generation: defaults of `SamplingParams`.
         adapters: LoRA adapters that are loaded with the model.
+        vision: the encoder of images, a model of its own with the only stack "vision"; None: the
+            model reads no images.
+        image: how images are read; None: the model reads text alone.
     """
 
     path: str
@@ -235,6 +242,8 @@ class ModelSpec:
     classification: ClassificationSpec = field(default_factory=ClassificationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[AdapterSpec, ...] = ()
+    vision: ModelSpec | None = None
+    image: ImageSpec | None = None
 
     @property
     def decoder(self) -> StackSpec | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.image_table import read_image
 from jinfer.modelspec.model_spec import (
     EngineSpec,
     ModelSpec,
@@ -45,7 +46,9 @@ from jinfer.modelspec.toml_tables import (
 )
 
 STACKS = ("encoder", "decoder")
-_MODEL_TABLES = ("dims", "modules", *STACKS)  # tables that define the model
+VISION = "vision"
+# Tables that define the model.
+_MODEL_TABLES = ("dims", "modules", "image", *STACKS, VISION)
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = (
     *("dtype", "prompt", "engine", "quantization", "partition", "speculation"),
@@ -128,10 +131,13 @@ def resolve(
     shared = used_shared(shared, built)
     for stack in built:
         check_tied(stack, shared, path)
-    tensors = read_tensor_map(
-        [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
-    )
+    tensors = read_tensor_map(_tensor_tables((base, *tables), False), facts.format, values)
     tensors = replace(tensors, omitted=omitted_modules(whole, tensors, values))
+    vision = _vision(whole[VISION], (base, *tables), facts, path) if VISION in whole else None
+    dtype = _enumerated("dtype", whole, values)
+    if vision is not None:
+        vision = replace(vision, dtype=dtype)
+        tensors = replace(tensors, ignore=(*tensors.ignore, *vision.tensors.patterns))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
     for stack in built:
@@ -145,7 +151,7 @@ def resolve(
         shared=tuple(shared.items()),
         stacks=tuple(built),
         tensors=tensors,
-        dtype=_enumerated("dtype", whole, values),
+        dtype=dtype,
         trust_config=_enumerated("trust_config", whole, values),
         prompt=_prompt(whole.get("prompt", {}), values),
         engine=engine,
@@ -154,10 +160,56 @@ def resolve(
         speculation=read_speculation(whole.get("speculation", {}), values),
         classification=read_classification(whole.get("classification", {}), values),
         generation=whole.get("generation", {}),
+        image=read_image(whole.get("image", {}), values),
         adapters=read_adapters(whole.get("adapters", {}), path),
+        vision=vision,
     )
     check_lost_keys(lost, whole, spec, values)
     return spec
+
+
+def _vision(
+    table: Mapping[str, Any],
+    tables: Sequence[Mapping[str, Any]],
+    facts: CheckpointFacts,
+    path: str,
+) -> ModelSpec:
+    """The encoder of images, `[vision]`, which has dimensions of its own.
+
+    Args:
+        table: the merged table.
+        tables: the specification's tables.
+    """
+    dims = as_table(table.get("dims", {}), path, f"{VISION}.dims")
+    values = SpecValues(path, dims, facts.lookup, facts.has, facts.source, facts.row_count)
+    stack, _ = read_stack(VISION, table, {}, values)
+    tensors = read_tensor_map(_tensor_tables(tables, True), facts.format, values)
+    parts = [part for each in tables for part in (each, each.get(facts.format, {}))]
+    named = [{"tensors": each.get("tensors", {}), **each.get(VISION, {})} for each in parts]
+    _check_dims(named, {}, values)
+    sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
+    return ModelSpec(path, sizes, (), (stack,), tensors)
+
+
+def _tensor_tables(tables: Sequence[Mapping[str, Any]], vision: bool) -> list[Mapping[str, Any]]:
+    """The tables `[tensors]` of the encoder of images, or of the other parameters.
+
+    Of the former the prefixes and what to ignore are "vision.prefix" and "vision.ignore".
+    """
+
+    def of_part(table: Any) -> Any:
+        if not isinstance(table, Mapping):
+            return table
+        kept = {}
+        for name, written in table.items():
+            if name in FORMATS:
+                kept[name] = of_part(written)
+            elif vision is name.startswith(f"{VISION}."):
+                bare = name.removeprefix(f"{VISION}.")
+                kept[bare if bare in ("prefix", "ignore") else name] = written
+        return kept
+
+    return [of_part(table.get("tensors", {})) for table in tables]
 
 
 def _enumerated(name: str, merged: Mapping[str, Any], values: SpecValues) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from jinfer.disk_cache import content_of
 from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
-from jinfer.modelspec.toml_tables import Table, check_plain, nested
+from jinfer.modelspec.toml_tables import Table, check_plain, merge, nested
 from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
 
 MODELS = "models"  # name of the file that has several models
@@ -133,6 +133,40 @@ def architecture_of(model_type: str) -> str | None:
     return known if isinstance(known, str) else None
 
 
+def image_layer(
+    facts: CheckpointFacts, architecture: str, *, complete: bool = True
+) -> Table | None:
+    """Finds the tables of a multimodal model about images, to be laid over its text's family.
+
+    Args:
+        architecture: of the whole model.
+        complete: whether the checkpoint has the tensors as well.
+
+    Raises:
+        SpecError: several match.
+    """
+    folder = specs_folder() / "vision"
+    found = []
+    for path in sorted(folder.glob("*.toml")):
+        if _may_match(path, [architecture]):
+            table = read_toml(path)
+            match = {**table.get("match", {}), **({} if complete else {"when": "true"})}
+            if _matching(match, path, facts, frozenset([architecture])):
+                found.append((path, table))
+    if len(found) > 1:
+        names = ", ".join(path.stem for path, _ in found)
+        raise SpecError(found[0][0], "match", f"several describe {architecture}: {names}")
+    return _whole_layer(found[0][1], folder) if found else None
+
+
+def _whole_layer(table: Table, folder: Path) -> Table:
+    """A layer with those that it changes, whose names are their `family`."""
+    own = {name: value for name, value in table.items() if name not in ("match", "family")}
+    if "family" not in table:
+        return own
+    return merge(_whole_layer(read_toml(folder / f"{table['family']}.toml"), folder), own)
+
+
 def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Path) -> Path:
     """The family of a checkpoint without a specification.
 
@@ -149,15 +183,7 @@ def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Pa
         path
         for path in families().values()
         if _may_match(path, words)
-        and matches(
-            read_toml(path).get("match", {}),
-            path,
-            format=facts.format,
-            architectures=called,
-            lookup=facts.lookup,
-            has=facts.has,
-            rows=facts.row_count,
-        )
+        and _matching(read_toml(path).get("match", {}), path, facts, called)
     ]
     if len(found) == 1:
         return found[0]
@@ -169,6 +195,20 @@ def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Pa
         )
     names = ", ".join(path.stem for path in found)
     raise SpecError(source, "", f"several families match {what}: {names}; name one in a spec")
+
+
+def _matching(
+    table: Any, path: Path, facts: CheckpointFacts, architectures: frozenset[str]
+) -> bool:
+    return matches(
+        table,
+        path,
+        format=facts.format,
+        architectures=architectures,
+        lookup=facts.lookup,
+        has=facts.has,
+        rows=facts.row_count,
+    )
 
 
 def _without_task(architecture: str) -> Iterator[str]:

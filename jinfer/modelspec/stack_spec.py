@@ -11,7 +11,7 @@ from jinfer.modelspec import formula
 from jinfer.modelspec.attention_blocks import AttentionSpec
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.blocks import AnyBlock, EmbeddingSpec, HeadSpec, VocabMapSpec
-from jinfer.modelspec.bounded_types import LayerCount
+from jinfer.modelspec.bounded_types import LayerCount, Size
 from jinfer.modelspec.eagle_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, indexer_of
@@ -33,6 +33,7 @@ STACK_KEYS = (
     *("layers", "stem", "layer", "head", "classes"),
     *("modules", "variants", "pattern", "follows"),
 )
+VISION_KEYS = (*STACK_KEYS, "dims", "group")
 # Levels of the module tree that the names of parameters omit.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, ArrayKind]] = {
@@ -40,6 +41,12 @@ _INPUTS: dict[str, dict[str, ArrayKind]] = {
     "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
     "head": {"x": "vectors"},
     "follows.hidden": {"hidden": "vectors"},
+}
+_GRID: dict[str, ArrayKind] = {"grid": "grid"}
+_VISION_INPUTS: dict[str, dict[str, ArrayKind]] = {
+    "stem": {"patches": "vectors", "rows": "indices", "columns": "indices", **_GRID},
+    "layer": {"x": "vectors", **_GRID},
+    "head": {"x": "vectors", **_GRID},
 }
 
 
@@ -96,7 +103,7 @@ def read_stack(
             layer without a variant.
     """
     path = values.path
-    check_keys(table, STACK_KEYS, path, name)
+    check_keys(table, VISION_KEYS if name == "vision" else STACK_KEYS, path, name)
     where = f"{name}.modules"
     own = as_table(table.get("modules", {}), path, where)
     written = table.get("layers", values.dims.get("layers"))
@@ -157,6 +164,7 @@ def read_stack(
         head,
         tuple({**dict(follow_modules), **dict(stem_modules), **dict(head_modules)}.items()),
         follows,
+        group=read_value(Size, table.get("group", 1), values, f"{name}.group"),
     )
     called = set[str]()
     for part, text in (("stem", table["stem"]), ("head", head_text)):
@@ -299,7 +307,7 @@ class _FormulaScope:
             text,
             path=path,
             key=key,
-            inputs={**_INPUTS[part], **self.inputs},
+            inputs={**(_VISION_INPUTS if self.stack == "vision" else _INPUTS)[part], **self.inputs},
             before=self.before,
             modules=[*self.shared, *self.own],
             argument_kinds=lambda name: known[name].arguments(),

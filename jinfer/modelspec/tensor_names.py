@@ -35,6 +35,8 @@ class TensorEntry:
         transpose: the file has matrices as [in, out].
         layers: the file's tensor is that of so many layers, its parts; 0: of one.
         pieces: the file's first axis is divided in so many, which become a new first axis.
+        sum: axis of the file's tensor that is summed up, as time of a 3-d convolution of still
+            images; 0: none.
         table: index of the table that contains the line.
         value: the parameter's value, where no tensor but the checkpoint's config has it.
     """
@@ -46,6 +48,7 @@ class TensorEntry:
     transpose: bool = False
     layers: int = 0
     pieces: int = 1
+    sum: int = 0
     numbers: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     table: int = 0
     value: float | None = None
@@ -70,7 +73,7 @@ class TensorSource:
         names: the file's names, of which the first that exists is used; may have {e}, as in
             `TensorEntry`.
         parts: all parameters fused in that tensor, in order; empty if it is alone.
-        groups, axis, transpose, layers, pieces, value: as in `TensorEntry`.
+        groups, axis, transpose, layers, pieces, sum, value: as in `TensorEntry`.
         fallback: the source in a file that has none of these.
         table: as in `TensorMap`.
     """
@@ -82,6 +85,7 @@ class TensorSource:
     transpose: bool = False
     layers: int = 0
     pieces: int = 1
+    sum: int = 0
     fallback: TensorSource | None = None
     table: str = "tensors"
     value: float | None = None
@@ -133,6 +137,14 @@ class TensorMap:
     table: str = "tensors"
     omitted: tuple[OmittedModule, ...] = ()
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Glob patterns of the file's names for all parameters."""
+        names = [name for _, entry in self.entries for name in entry.names]
+        for prefix, usual in reversed(self.prefixes):
+            names += [prefix + n.removeprefix(usual) for n in names if n.startswith(usual)]
+        return tuple(dict.fromkeys(re.sub(r"\{[^{}]*\}", "*", name) + "*" for name in names))
+
     def omitted_owners(self, names: Iterable[str]) -> list[OmittedModule]:
         """The omitted modules to which some of these tensors belong."""
         bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
@@ -175,7 +187,9 @@ class TensorMap:
                 parts = tuple(pattern.replace("{i}", str(n)) + leaf for n in range(entry.layers))
             names = tuple(name + leaf for name in entry.names_in(layer, self.first))
             where = (entry.groups, entry.axis, entry.transpose, entry.layers, entry.pieces)
-            found_in = TensorSource(names, parts, *where, table=self.table, value=entry.value)
+            found_in = TensorSource(
+                names, parts, *where, entry.sum, table=self.table, value=entry.value
+            )
             yield entry.table, found_in
 
 
@@ -283,7 +297,8 @@ def _read_entry(
 ) -> Iterator[tuple[str, TensorEntry]]:
     path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
-    check_keys(table, ("from", "groups", "axis", "transpose", "layers", "pieces"), path, key)
+    allowed = ("from", "groups", "axis", "transpose", "layers", "pieces", "sum")
+    check_keys(table, allowed, path, key)
     names = check_texts(table.get("from", []), path, key)
     if not names or not all(names):
         raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
@@ -312,13 +327,15 @@ def _read_entry(
     axis = read_value(Count, table.get("axis", 0), values, f"{key}.axis")
     layers = read_value(Count, table.get("layers", 0), values, f"{key}.layers")
     pieces = read_value(Size, table.get("pieces", 1), values, f"{key}.pieces")
+    summed = read_value(Count, table.get("sum", 0), values, f"{key}.sum")
     if layers and (parts or "{i}" not in pattern or any("{i}" in name for name in names)):
         raise SpecError(path, f"{key}.layers", "is for one tensor of a module of all layers")
     for name, given in (("groups", groups > 1), ("axis", axis > 0)):
         if given and not parts and not layers:
             raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
     transpose = read_value(bool, table.get("transpose", False), values, f"{key}.transpose")
-    yield pattern, TensorEntry(names, parts, groups, axis, transpose, layers, pieces, numbers)
+    where = (groups, axis, transpose, layers, pieces, summed)
+    yield pattern, TensorEntry(names, parts, *where, numbers)
 
 
 def _numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jinfer.nn.attention_features import (
 from jinfer.nn.attention_taps import tap_cached_pattern, tap_text_pattern
 from jinfer.nn.feed_forward import Router
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
+from jinfer.nn.image_modules import GridRotary, GridWindows
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes, scaled_queries
@@ -44,15 +46,16 @@ class Attention(GatedHeads):
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         v_width, o_width = block.kv_heads * block.value_width, block.heads * block.value_width
-        self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
+        build = partial(Linear, dtype=dtype, bounded=block.bounded)
+        self.q = build(block.inputs, q_width, block.has_bias("q"), axes=("heads", "hidden"))
         if block.kv_layer is None:
             axes = ("kv_heads", "hidden")
-            self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, axes)
+            self.k = build(block.inputs, kv_width, block.has_bias("k"), axes=axes)
             if not block.tied_values:
-                self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, axes)
+                self.v = build(block.inputs, v_width, block.has_bias("v"), axes=axes)
         if block.low_rank is not None:
             self._build_low_rank(block.low_rank, dtype)
-        self.o = Linear(o_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        self.o = build(o_width, block.outputs, block.has_bias("o"), axes=("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
             if block.kv_layer is None:
@@ -61,6 +64,8 @@ class Attention(GatedHeads):
             self.v_norm = HeadNorm(block.v_norm, block.kv_heads, block.value_width, "kv_heads")
         if isinstance(block.position, position_blocks.RopeSpec):
             self.rope = Rotary(block.position, dtype)
+        if isinstance(block.position, position_blocks.GridRopeSpec):
+            self.rope = GridRotary(block.position)
         if isinstance(block.position, position_blocks.RelativeBiasSpec):
             self.relative = RelativeBias(block.position, block.heads)
         if isinstance(block.position, position_blocks.DisentangledSpec):
@@ -114,6 +119,11 @@ class Attention(GatedHeads):
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
+            if self.block.grid_window is not None:
+                assert batch.grid is not None, "only patches are on a grid"
+                windows = GridWindows.of(batch.grid, self.block.grid_window)
+                parts = (windows.split(part) for part in (q, k, v))
+                return windows.join(attend_text(*parts, windows.lengths, rules)), None
             out = attend_text(q, k, v, batch.lengths, rules)
             return tap_text_pattern(out, q, k, v, batch.lengths, rules), None
         index = None if self.block.own_indexer is None else self.indexer(x, x, batch)
@@ -179,7 +189,7 @@ class Attention(GatedHeads):
             part = jnp.clip(part, -block.clip, block.clip)
         if norm is not None and block.qk_norm is not None and not block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)
-        if isinstance(block.position, position_blocks.RopeSpec):
+        if isinstance(block.position, position_blocks.RopeSpec | position_blocks.GridRopeSpec):
             part = self.rope(part, batch.cos_sin_of(self.rope), block.head_dim)
         if norm is not None and block.qk_norm is not None and block.qk_norm.rotated:
             part = norm(split_heads(part, heads)).reshape(part.shape)

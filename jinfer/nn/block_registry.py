@@ -9,6 +9,7 @@ from jinfer.modelspec import (
     attention_blocks,
     blocks,
     feed_forward_blocks,
+    image_blocks,
     position_blocks,
     recurrent_blocks,
 )
@@ -17,6 +18,7 @@ from jinfer.modelspec.eagle_head import HiddenTapSpec
 from jinfer.nn import (
     attention_modules,
     feed_forward,
+    image_modules,
     mla,
     norm_modules,
     pooling,
@@ -79,6 +81,11 @@ MODULES: dict[type[Block], Callable[[Any, Any], nnx.Module]] = {
     recurrent_blocks.WKVSpec: recurrent_modules.WKV,
     recurrent_blocks.WKV7Spec: recurrent_modules.WKV7,
     recurrent_blocks.BonusSpec: recurrent_modules.Bonus,
+    image_blocks.ClassTokenSpec: image_modules.ClassToken,
+    image_blocks.DropTokensSpec: image_modules.DropTokens,
+    image_blocks.LearnedVectorSpec: image_modules.LearnedVector,
+    image_blocks.GridPositionsSpec: image_modules.GridPositions,
+    image_blocks.MergeSpec: image_modules.Merge,
     HiddenTapSpec: stream_modules.HiddenTap,
     ShardedEmbeddingBlock: tensor_parallel.ShardedEmbedding,
     ShardedHeadBlock: tensor_parallel.ShardedHead,

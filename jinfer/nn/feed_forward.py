@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -100,9 +101,10 @@ class GatedMLP(nnx.Module):
     def __init__(self, block: feed_forward_blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
         self.gating, self.threshold = Gating.of(block), block.deviations
         inner = block.bias is True
-        self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
-        self.up = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
-        self.down = Linear(block.width, block.inputs, bool(block.bias), dtype, ("hidden", "mlp"))
+        build = partial(Linear, dtype=dtype, bounded=block.bounded)
+        self.gate = build(block.inputs, block.width, inner, axes=("mlp", "hidden"))
+        self.up = build(block.inputs, block.width, inner, axes=("mlp", "hidden"))
+        self.down = build(block.width, block.inputs, bool(block.bias), axes=("hidden", "mlp"))
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """Computes the block's output, which is added to the residual stream."""

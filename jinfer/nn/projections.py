@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
 class Linear(nnx.Module):
     """A linear projection with weight [outputs, inputs], and the stacks of adapters if any."""
 
@@ -34,7 +37,17 @@ class Linear(nnx.Module):
         dtype: DTypeLike,
         axes: tuple[str, str] = ("hidden", "hidden"),
         role: Role = "matrix",
+        bounded: bool = False,
     ) -> None:
+        """Builds the projection.
+
+        Args:
+            bounded: whether inputs and outputs are clipped to bounds, which are parameters.
+        """
+        for bound in _BOUNDS:
+            own = parameter((1,), ("scalar",), jnp.float32) if bounded else None
+            setattr(self, bound, own)
+        self.bounded = bounded
         self.weight = parameter((outputs, inputs), axes, dtype, role=role)
         self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
         slots = slots_to_build() if role == "matrix" else None
@@ -59,8 +72,17 @@ class Linear(nnx.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the projection is only a product: no bias, no adapters."""
-        return self.bias is None and (self.lora_a is None or row_adapters() is None)
+        """Whether the projection is only a product: no bias, no bounds, no adapters."""
+        if self.bias is not None or self.bounded:
+            return False
+        return self.lora_a is None or row_adapters() is None
+
+    def within_bounds(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """Computes the projection of clipped inputs, and clips the outputs."""
+        low, high, least, most = (getattr(self, bound)[0] for bound in _BOUNDS)
+        bias = None if self.bias is None else self.bias[...]
+        (y,) = linears(jnp.clip(x, low, high).astype(x.dtype), [self.weight[...]], [bias])
+        return jnp.clip(y, least, most).astype(x.dtype)
 
     @property
     def stacks(self) -> Stacks:
@@ -104,6 +126,8 @@ def project(
     x: Float[Array, "*rows inputs"], projections: Sequence[Linear]
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """Computes several projections of the same vectors, in one operation if possible."""
+    if any(each.bounded for each in projections):
+        return tuple(each.within_bounds(x) for each in projections)
     biases = [None if each.bias is None else each.bias[...] for each in projections]
     weights = [each.weight[...] for each in projections]
     rows = row_adapters()

@@ -19,6 +19,7 @@ from jinfer.nn.activation_taps import ActivationTaps, Tapping
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.image_modules import PatchGrid
 from jinfer.nn.lora_rows import AdapterSlots, building_with
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
@@ -56,7 +57,7 @@ class Stack(nnx.Module):
         self.name = spec.name
         self.outer = f"{spec.name}." if with_decoder else ""
         self.stem, self.head = spec.stem, spec.head
-        self.follows = spec.follows
+        self.follows, self.group = spec.follows, spec.group
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
         self.remat = False  # whether a backward pass computes each layer again (`jax.checkpoint`)
         self.carried = spec.carried
@@ -75,9 +76,23 @@ class Stack(nnx.Module):
     ) -> HiddenState:
         """Maps tokens to vectors; a draft head also reads the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
-        inputs |= {} if hidden is None else {"hidden": hidden}
+        return self._begin(inputs | ({} if hidden is None else {"hidden": hidden}), batch, shared)
 
-        def run(inputs: dict[str, Array]) -> HiddenState:
+    def embed_patches(
+        self, patches: Float[Array, "tiles patches values"], grid: PatchGrid, shared: nnx.Dict
+    ) -> tuple[HiddenState, ForwardBatch]:
+        """Maps the patches of tiles to vectors; returns the batch of patches and class tokens."""
+        inputs = {"patches": patches, "rows": grid.rows, "columns": grid.columns, "grid": grid}
+        batch = ForwardBatch.of_patches(grid, patches.shape[1])
+        state = self._begin(inputs, batch, shared)
+        return state, ForwardBatch.of_patches(grid, state.x.shape[1])
+
+    def _begin(
+        self, inputs: Mapping[str, Any], batch: ForwardBatch, shared: nnx.Dict
+    ) -> HiddenState:
+        """Applies the stem."""
+
+        def run(inputs: Mapping[str, Any]) -> HiddenState:
             taps = self._tapping(batch, "stem", {"x": f"{self.outer}embed"})
             call = self.stem.run
             x, made = call(inputs, lambda name, args: self._module(name, shared)(*args), taps)
@@ -164,6 +179,7 @@ class Stack(nnx.Module):
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             own |= {name: cache[other] for name, other in layer.shares.items()}
             given = HiddenState(x, {name: values[name] for name in layer.takes}, {})
+            batch = batch.resized(x.shape[1])
             batch = batch if taps is None else batch._replace(taps=taps.of(layer.name))
             (x, changed, seen), own = self._run(layer, given, tokens, batch, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
@@ -266,7 +282,7 @@ class Stack(nnx.Module):
             return module(*arguments)
 
         with allow_bfloat16_rounding(self.rounded):
-            inputs = {**hidden.values, "x": hidden.x}
+            inputs = {**hidden.values, "x": hidden.x, "grid": batch.grid}
             value, assigned = self.head.run(inputs, call, taps, named)
         found = {"hidden": value, **seen, "logits": value, **assigned}
         return found if taps is None else found | {"captured": hidden.captured | taps.captured}
@@ -381,6 +397,27 @@ class Model(nnx.Module):
         state = stack.embed(tokens, types, batch, self.shared)
         state, _ = stack.run_layers(state, tokens, batch, {}, self.shared)
         return stack.results(state, batch, self.shared)
+
+    def encode_image(
+        self,
+        patches: Float[Array, "tiles patches values"],
+        sizes: Int[Array, "tiles 2"],
+    ) -> dict[str, Any]:
+        """Runs the encoder of images.
+
+        Args:
+            patches: padded at the end of each tile.
+            sizes: rows and columns of each tile's patches.
+
+        Returns:
+            "features" [tiles, tokens, hidden], padded; and what the head assigns by name.
+        """
+        stack = self.stacks["vision"]
+        grid = PatchGrid.of(sizes, patches.shape[1], stack.group)
+        state, batch = stack.embed_patches(patches.astype(self.dtype), grid, self.shared)
+        state, _ = stack.run_layers(state, batch.positions, batch, {}, self.shared)
+        results = stack.results(state, batch.resized(state.x.shape[1]), self.shared)
+        return results | {"features": results["hidden"]}
 
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: AttentionMetadata

@@ -48,6 +48,7 @@ from jinfer.parallel.stage_model import (
     StageModel,
     decoder_forward,
     encoder_forward,
+    with_own_images,
 )
 from jinfer.parallel.stage_programs import Launcher, ProgramTable, StepCalls
 
@@ -398,9 +399,10 @@ class StepChain:
         for number, stage in enumerate(pipeline.stages):
             group, cache, inputs = stage.device_group, caches[number], ()
             (here, chosen), hidden = on(group), calls.move(x, before, group)
-            weights = self._weights(number, leaves)
+            here, weights = with_own_images(here, stage), self._weights(number, leaves)
             if stage.host is not None:
-                both, thread = (here, on(stage.host)[0]), f"stage {number}"
+                both = here, with_own_images(on(stage.host)[0], stage)
+                thread = f"stage {number}"
                 forward = pipeline.host_cache.forward
                 cache, x = forward(calls, thread, stage, weights, cache, hidden, *both)
             else:

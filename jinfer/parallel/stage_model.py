@@ -19,6 +19,7 @@ from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.row_edits import IMAGES
 from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.parallel.device_groups import DeviceGroup
@@ -243,6 +244,19 @@ def decoder_forward(
         state = jax.tree.map(lambda each: each[:, jnp.maximum(last, 0)], state)
     results = stack.results(state, at, module.shared)
     return cache, {want: results[want][0] for want in wants}
+
+
+def with_own_images(batch: FlatBatch, stage: PipelineStage) -> FlatBatch:
+    """A flat batch with the features that enter in a stage, by its own numbers of layers."""
+    if (images := batch.tables.get(IMAGES)) is None:
+        return batch
+    part = stage.model.slice
+    layers = part.layers["decoder"]
+    names = {f"decoder.{layer}.x": f"decoder.{layer - layers.start}.x" for layer in layers}
+    before = [name for name in images.edits if not name.endswith(".x")]
+    names |= dict(zip(before, before, strict=True)) if part.first else {}
+    edits = {names[name]: edit for name, edit in images.edits.items() if name in names}
+    return batch._replace(tables={**batch.tables, IMAGES: images._replace(edits=edits)})
 
 
 def encoder_forward(

@@ -216,7 +216,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
     if flags["api_key_file"]:
         keys += read_api_keys(Path(flags["api_key_file"]))
     own = {flag.name: flags[flag.name] for flag in flags_of(ServerSettings)}
-    own["cors"] = tuple(own["cors"])
+    own |= {name: tuple(own[name]) for name in ("cors", "image_hosts")}
     return ServerSettings(
         keys=keys,
         warm_up=flags["warm_up"] == "background",

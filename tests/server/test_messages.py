@@ -246,8 +246,8 @@ PDF: dict[str, Any] = {"type": "document", "source": {"type": "base64", "data": 
     [
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [BLOCK]}]}, "messages.0.content.0: the model"),
-        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content.0.content.0: "),
+        ({"messages": [{"role": "user", "content": [BLOCK]}]}, "messages.0.content.0.source: "),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content.0.source: "),
         ({"messages": [{"role": "user", "content": [PDF]}]}, "messages.0.content.0: the model"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0: "),
         ({"messages": [{"role": "assistant", "content": [CALL]}]}, "messages.0.content: "),

@@ -307,13 +307,13 @@ def test_errors_of_ollama(client: ollama.Client, http: httpx.Client, running: Ru
         (lambda: client.chat("hermes", HELLO, options={"nothing": 2}), "options.nothing: unknown"),
         (lambda: client.generate("hermes", "a", suffix="b"), "suffix: use /infill"),
         (lambda: client.generate("hermes", "a", template="b"), "template: .*its own"),
-        (lambda: client.generate("hermes", "a", images=[b"b"]), "images: .*not read images"),
+        (lambda: client.generate("hermes", "a", images=[b"b"]), "images.0: .*cannot see images"),
         (lambda: client.generate("hermes", "a", raw=True, system="b"), "system: a raw prompt"),
         (lambda: client.generate("hermes", "a", context=[1 << 20]), "context: .*vocabulary"),
         (lambda: client.generate("hermes", "a" * 5000), "prompt: .*context length"),
         (
             lambda: client.chat("hermes", [{**HELLO[0], "images": [b"b"]}]),
-            "messages.0.images: .*not read images",
+            "messages.0.images.0: .*cannot see images",
         ),
         (
             lambda: client.chat("hermes", HELLO, top_logprobs=2),

@@ -9,8 +9,10 @@ from pydantic import BaseModel
 
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.server.core.chat_schemas import Message
+from jinfer.server.core.image_parts import ImageParts
 from jinfer.server.core.prompt_builder import template_messages
 from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.tool_parsers.template_shape import convert_messages, detect_shape
 from jinfer.template import ChatTemplate
 from jinfer.template.chat_prompt import Conversation
@@ -169,7 +171,8 @@ def test_extra_fields_of_replayed_answers(smol: Running) -> None:
 def messages(template: str, *given: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages as that template is given them."""
     conversation = Conversation(PromptSpec(), template)
-    return template_messages([Message.model_validate(item) for item in given], conversation)
+    found = [Message.model_validate(item) for item in given]
+    return template_messages(found, conversation, ImageParts(ServerSettings(), supported=False))
 
 
 def test_thoughts_by_their_other_name() -> None:

@@ -176,7 +176,8 @@ class ChatSession(Chat):
             elif not typed.block and text.startswith("/"):
                 run_command(self, text)
             elif text.strip():
-                self.answer(text)
+                images, self.images = self.images, []
+                self.answer([*images, {"type": "text", "text": text}] if images else text)
         except self.caught as error:
             print(f"error: {error}", file=sys.stderr)
 

@@ -33,6 +33,7 @@ _CONFLICTS = (
     _Conflict("prompt", ("prompt_file",), "both are the prompt"),
     _Conflict("ids", ("raw",), "token ids are continued as they are"),
     _Conflict("ids", ("system",), "token ids are continued as they are"),
+    _Conflict("image", ("ids", "raw"), "images belong to the message of a chat template"),
     _Conflict("raw", ("system",), "the system message is a part of the chat template"),
     _Conflict("json", ("explain_speculation",), "JSON has no colours"),
     _Conflict("explain_speculation", ("n", "best_of"), "one answer is explained"),

@@ -1,13 +1,15 @@
-"""Encoder steps: compiled functions that encode texts, for cross-attention or as results."""
+"""Encoder steps: compiled functions that encode texts and images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ast
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.steps import Leaves
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 
@@ -66,3 +68,29 @@ def encode(
         lengths: tokens of each text without padding.
     """
     return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)
+
+
+def patch_values(spec: ModelSpec) -> int:
+    """Numbers of a patch: the inputs of the module that maps them to vectors."""
+    (stack,) = spec.stacks
+    calls = (node for _, line in stack.stem.statements for node in ast.walk(line))
+    names = [
+        call.func.id
+        for call in calls
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if any(isinstance(n, ast.Name) and n.id == "patches" for n in ast.walk(call))
+    ]
+    block: Any = dict(stack.modules)[names[-1]]  # the innermost
+    return int(block.inputs)
+
+
+def encode_image(
+    model: AbstractModel,
+    leaves: Leaves,
+    patches: Float[Array, "tiles patches values"],
+    sizes: Int[Array, "tiles 2"],
+) -> dict[str, Float[Array, "tiles tokens width"]]:
+    """The features of tiles, and further results of the head; see `Model.encode_image`."""
+    results = model.module(leaves).encode_image(patches, sizes)
+    named = ("features", "deepstack", "newline")
+    return {name: results[name].astype(jnp.float32) for name in named if name in results}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.engine.runner.edit_tables import StepTaps
+from jinfer.engine.runner.image_rows import ImageShapes
 from jinfer.nn.abstract_model import Want
-from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, OFFSET
 from jinfer.quant_format import Kind
 from jinfer.sampling.logits_processors import Extra
 
@@ -17,7 +18,7 @@ StepKind = Literal[
     "logits", "sample", "decode", "forward", "score", "beam", "contrastive",
     "fill_cross_attention", "encode", "copy_blocks", "set_slot", "verify", "propose",
     "gather_taps", "prefill_head", "propose_with_head", "allocate_kv_cache",
-    "trace", "trace_encoder", "gather_blocks", "scatter_blocks",
+    "trace", "trace_encoder", "gather_blocks", "scatter_blocks", "encode_image",
 ]  # fmt: skip
 _OF_SEQUENCES: tuple[StepKind, ...] = ("decode", "propose", "propose_with_head", "beam")
 
@@ -29,9 +30,10 @@ class StepKey:
     Attributes:
         kind: a key of `jinfer.engine.runner.step_table.STEPS`.
         tokens: tokens of a flat batch; sequences of "decode", "propose", "propose_with_head" and
-            "beam"; padded tokens of a text.
+            "beam"; padded tokens of a text, or
+            patches of a tile.
         chosen: tokens of a flat batch after which one is sampled, at most; trees of "verify".
-        rows: sequences of a flat batch without a state, or texts; of "verify", places in the
+        rows: sequences of a flat batch without a state, texts, or tiles; of "verify", places in the
             attention's batch, 0 where each token has one place; of "gather_blocks" and
             "scatter_blocks", blocks of each group.
         want: the result of "forward" and "encode".
@@ -42,6 +44,7 @@ class StepKey:
         extras: outputs that requests of "sample", "decode" and "verify" need besides tokens.
         taps: what "logits", "decode", "verify" and "beam" edit and capture, and what "trace" edits;
             None: nothing.
+        images: what images change in "logits"; None: there are none.
     """
 
     kind: StepKind
@@ -55,6 +58,7 @@ class StepKey:
     blocks: int = 0
     extras: tuple[Extra, ...] = ()
     taps: StepTaps | None = None
+    images: ImageShapes | None = None
 
     @property
     def sampling(self) -> tuple[Extra | str, ...]:
@@ -80,6 +84,7 @@ class Sizes:
         blocks: KV-cache blocks of each attention group.
         kv_cache: number format of the KV cache.
         adapters: slots of LoRA adapters.
+        offsets: whether rotary positions may differ from indices (M-RoPE).
     """
 
     slots: int
@@ -88,11 +93,13 @@ class Sizes:
     blocks: Mapping[str, int]
     kv_cache: Kind
     adapters: int = 0
+    offsets: bool = False
 
     def table_shapes(self, rows: int) -> dict[str, tuple[int, int]]:
-        """Shapes of the block tables of some sequences, and of that of their adapters if any."""
+        """Shapes of the block tables of some sequences, and of adapters and offsets if any."""
         shapes = dict.fromkeys(self.blocks, (rows, self.table))
-        return shapes | ({ADAPTER: (rows, 2)} if self.adapters else {})
+        shapes |= {ADAPTER: (rows, 2)} if self.adapters else {}
+        return shapes | ({OFFSET: (rows, 1)} if self.offsets else {})
 
     @property
     def table(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,24 @@ def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
     return read_json(path) if path_exists(path) else {}
+
+
+def with_image_processor(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Add the settings of a checkpoint's image processor to its config, as `image_processor`.
+
+    Transformers 5 writes them to processor_config.json, in a table of their own, earlier versions
+    to preprocessor_config.json, and the processor's to processor_config.json.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    processor, own = (
+        read_json(path) if path_exists(path := folder / name) else {}
+        for name in ("processor_config.json", "preprocessor_config.json")
+    )
+    nested = processor.pop("image_processor", None)
+    found = {**processor, **own, **(nested if isinstance(nested, dict) else {})}
+    return {**config, "image_processor": found} if found else config
 
 
 def config_path(path: Path) -> Path:
@@ -99,11 +117,13 @@ class Multimodal:
     """The language model in a multimodal checkpoint (vision-language models and others).
 
     Attributes:
+        architecture: of the whole model.
         config: the language model's config.json.
         prefixes: prefix of its tensors' names -> the prefix that its family has instead.
         without: the checkpoint's modules that do not belong to the language model.
     """
 
+    architecture: str
     config: Mapping[str, Any]
     prefixes: Mapping[str, str]
     without: tuple[str, ...]
@@ -115,12 +135,15 @@ class Multimodal:
         patterns = [pattern for name in names for pattern in (name, f"{name}.*")]
         return {"prefix": dict(self.prefixes), "ignore": patterns}
 
-    def leaves_out(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint has modules that are not loaded."""
-        prefixes = ("", *self.prefixes)
-        starts = {(name, f"model.{name}") for name in self.without}
-        bare = (name.removeprefix(p) for name in checkpoint.tensors for p in prefixes)
-        return any(f"{n}.".startswith(f"{s}.") for n in bare for pair in starts for s in pair)
+    def others(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with the tensors of the other modules alone."""
+        starts = tuple(f"{start}." for n in self.without for start in (n, f"model.{n}"))
+        kept = {
+            name: tensor
+            for name, tensor in checkpoint.tensors.items()
+            if any(f"{name.removeprefix(p)}.".startswith(starts) for p in ("", *self.prefixes))
+        }
+        return replace(checkpoint, tensors=kept)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,10 +188,11 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     type_ = str(own.get("model_type") or usual or f"the language model of {whole}")
     names = own.get("architectures") if isinstance(own.get("architectures"), list) else []
     name = table["text"].get(type_) or architecture_of(type_)
-    defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in own}
+    known = {*own, *(["rope_parameters"] if "rope_theta" in own else [])}
+    defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in known}
     outer = {key: value for key, value in config.items() if key != "auto_map"}
     tied = [c[_TIED] for c in (config, own) if isinstance(c.get(_TIED), bool)]
     text = defaults | outer | _without_null(own) | {"architectures": [name] if name else names}
     # If the checkpoint has a head all the same, its tensors decide.
     text |= {"model_type": type_, **row.get("keys", {}), **({_TIED: any(tied)} if tied else {})}
-    return Multimodal(text, table["prefix"], tuple(row["without"]))
+    return Multimodal(whole, text, table["prefix"], tuple(row["without"]))

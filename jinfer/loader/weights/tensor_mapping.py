@@ -72,6 +72,7 @@ class Origin:
             self.stacked,
             shapes[self.parameter],
             (self.place.groups, self.place.axis, self.place.transpose, self.place.pieces),
+            self.place.sum,
             tuple(shapes.get(part) for part in parts),
             parts.index(self.parameter) if parts else None,
         )
@@ -135,6 +136,10 @@ class Origin:
         if self.place.parts:
             values = self.part(tensor, values, shapes)
         shape = shapes[self.parameter][self.stacked :]
+        if self.place.sum and values.ndim > self.place.sum:
+            values = values.sum(axis=self.place.sum, dtype=np.float32)
+        if len(shape) == 2 and values.ndim > 2 and len(values) == shape[0]:  # of a convolution
+            values = values.reshape(shape[0], -1)
         is_vector = len(shape) == 1 and values.size == shape[0]  # some have it in rows of groups
         if is_vector or _without_ones(values.shape) == _without_ones(shape):
             values = values.reshape(shape)
@@ -158,8 +163,8 @@ class Origin:
         alike = [part for part in parts if self.place.layers or part.endswith("._")]
         of_all = [shapes.get(part, same if part in alike else ())[self.stacked :] for part in parts]
         sizes = [shape[axis] for shape in of_all if len(shape) > axis]
-        if values.shape[:1] == (len(parts),) and all(len(shape) == 1 for shape in of_all):
-            values = values.reshape(-1)  # vectors, a row each
+        if values.shape[:1] == (len(parts),) and values.ndim == max(map(len, of_all)) + 1:
+            values = values.reshape(-1, *values.shape[2:])  # on an axis of its own
         if (
             len(sizes) < len(parts)
             or values.shape[axis : axis + 1] != (sum(sizes),)

@@ -21,7 +21,13 @@ from jinfer.server.core.request_params import OLLAMA, request_options
 from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import reject_fields
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import ApiError, ErrorFormat, as_api_error, invalid_request
+from jinfer.server.http.http_errors import (
+    ApiError,
+    ErrorFormat,
+    as_api_error,
+    invalid_request,
+    unsupported_field,
+)
 from jinfer.server.http.http_responses import (
     NDJSON_MEDIA_TYPE,
     HttpResponse,
@@ -72,14 +78,13 @@ async def generate(
     body = request.body
     reject_fields(
         body,
-        images="the model does not read images",
         template="the model has its own template; use raw: true for a complete prompt",
         suffix="use /infill or /v1/completions to fill in the middle",
     )
     if body.raw:
         why = "a raw prompt is not part of a conversation"
-        reject_fields(body, **dict.fromkeys(("system", "context"), why))
-    return await _answer(request, empty=not body.prompt)
+        reject_fields(body, **dict.fromkeys(("system", "context", "images"), why))
+    return await _answer(request, empty=not (body.prompt or body.images))
 
 
 async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResponse:
@@ -145,6 +150,8 @@ def _prompt(request: _Call, model: ServedModel, ignore: Ignore) -> PromptRequest
         # Without a chat template, Ollama uses the plain prompt.
         if body.system:
             raise invalid_request("the model has no chat template with a system prompt", "system")
+        if body.images:
+            raise unsupported_field("images need a chat template, and the model has none", "images")
         if body.think is not None:
             request.ignore("think", "the prompt has no chat template")
         changes = {"logprobs": chat.top_logprobs or 0} if chat.logprobs else {}
@@ -249,7 +256,9 @@ class _OllamaFormatter:
         used, body = self.run.usages[0], self.request.body
         prefill = max(0.0, used.prefill_seconds - used.queue_seconds)
         more: dict[str, Any] = {}
-        if isinstance(body, OllamaGenerateRequest) and not body.raw:
+        # Tokens alone do not bring an image back.
+        images = any(prepared.request.images for prepared in self.job.engine_requests)
+        if isinstance(body, OllamaGenerateRequest) and not body.raw and not images:
             more["context"] = [*self.job.ids, *self._ids]
         return {
             **_head(self.model),

@@ -226,4 +226,5 @@ def _capabilities(opened: Opened, known: ModelDetails) -> list[str]:
         tokenizer is not None and reasoning_format(template, tokenizer, prompt.reasoning)
     )
     result += ["thinking"] if chats and thinks else []
+    result += ["vision"] if "multimodal" in known.capabilities else []
     return [*result, "embedding"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -28,7 +28,12 @@ from jinfer.server.http.http_errors import (
     invalid_request,
 )
 from jinfer.server.http.http_responses import HttpResponse, dumps_list
-from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
+from jinfer.server.http.schema_base import (
+    MixedPrompts,
+    RequestModel,
+    ResponseModel,
+    rejected_field,
+)
 from jinfer.server.models.served_model import ServedModel
 
 routes = Routes(tag="OpenAI")
@@ -45,6 +50,7 @@ class TextObject(RequestModel):
     """A text in llama.cpp's format."""
 
     prompt_string: str | None = None
+    multimodal_data: Annotated[Any, rejected_field("images have no embeddings here", [])] = None
     content: list[TextPart] | None = Field(None, min_length=1)
 
     @model_validator(mode="after")

@@ -159,7 +159,7 @@ def prepare_response(
 def response_field(field: str) -> str:
     """Return the Responses API's name of a chat request's field."""
     tool = field.replace(".function.", ".", 1) if field.startswith("tools.") else field
-    return _NAMES.get(field, tool)
+    return "input" if field.startswith("messages.") else _NAMES.get(field, tool)
 
 
 @dataclass
