@@ -252,7 +252,7 @@ class DeltaCollector:
         return delta
 
     def _add(self, tool_call: ToolCallDelta) -> None:
-        if self._max_calls is None or self._whole < self._most:
+        if self._max_calls is None or self._whole < self._max_calls:
             self._calls.append(tool_call)
 
 
