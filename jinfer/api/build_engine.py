@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,9 @@ from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
-from jinfer.engine.runner.image_encoder import ImageEncoder
-from jinfer.engine.runner.model_runner import ModelRunner, flat_sizes
+from jinfer.engine.runner.image_encoder import PATCHES, ImageEncoder
+from jinfer.engine.runner.image_rows import EncodedImages, ImageFeatures, ImageShapes
+from jinfer.engine.runner.model_runner import SIZES, ModelRunner, flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
@@ -30,7 +33,8 @@ from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
-from jinfer.loader.weights.read_weights import on_device
+from jinfer.loader.weights.read_weights import Put, on_device
+from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
@@ -41,8 +45,10 @@ from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jinfer.images.prepared_image import PreparedImage
     from jinfer.speculate.build_drafters import OpenedDrafters
 
+_GIB = 1 << 30
 _SMALL_WEIGHTS = 1 << 30  # bytes
 
 
@@ -61,9 +67,38 @@ def build_image_encoder(
     return ImageEncoder.of(plan.model, program_cache, engine.runner.programs.home_device)
 
 
+def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
+    """The features of images for an engine: what its encoder gives, and what is kept of it."""
+    spec, vision = opened.spec, opened.spec.vision
+    assert spec.image is not None, "it has an encoder of images"
+    assert vision is not None, "it has an encoder of images"
+    hidden, deepstack = int(spec.dims["hidden"]), 0
+    if any("deepstack" in stack.head.assigned for stack in vision.stacks):
+        made = encoder.runner.programs.abstract_result(StepKey("encode_image", PATCHES[0], rows=1))
+        deepstack = made["deepstack"].shape[-1] // hidden
+    grid = spec.image.position == "grid"
+
+    def encode(image: PreparedImage) -> ImageFeatures:
+        return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
+
+    decoder = spec.decoder
+    assert decoder is not None, "it reads images"
+    shapes = ImageShapes(hidden, deepstack, grid, spec.image.mask, _feature_place(decoder.stem))
+    return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
+
+
+def _feature_place(stem: Formula) -> str:
+    """The activation that features replace: the stem's value, or another that it equals."""
+    value = stem.statements[-1][1]
+    if isinstance(value, ast.Name) and value.id in stem.assigned - {"x"}:
+        return f"decoder.stem.{value.id}"
+    return "embed"
+
+
 def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
     """Gives an encoder of images its weights."""
-    device, put = encoder.runner.programs.device, on_device
+    device = encoder.runner.programs.device
+    put: Put = on_device
     if device is not None:
         from jinfer.speculate.other_device import put_on
 
@@ -141,14 +176,19 @@ def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
         structured.forget_constraints(tokenizer)
 
 
-def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
+def load(
+    engine: Engine, plan: WeightPlan, images: WeightPlan | None = None, *, progress: bool = False
+) -> None:
     """Gives an engine its weights, on the devices where they are to be, and its offload's stores.
+
+    Args:
+        images: the plan of its encoder of images, on which cached prefixes depend too.
 
     Raises:
         SpecError: a store cannot be had.
     """
     pipeline: Any = engine.runner.programs.pipeline
-    start_offload(engine, plan)
+    start_offload(engine, plan, images)
     if pipeline is None:
         loaded = load_weights.load(plan, progress=progress)
         known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(
@@ -241,7 +281,8 @@ def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
 def _sizes(opened: Opened, model: AbstractModel, blocks: dict[str, int]) -> Sizes:
     vocab, room = opened.spec.dims.get("vocab", 0), model.modules.adapters
     slots, adapters = opened.spec.engine.slots, 0 if room is None else room.count
-    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters)
+    offsets = opened.spec.image is not None and opened.spec.image.position == "grid"
+    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters, offsets)
 
 
 def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> list[StepKey]:
@@ -298,6 +339,8 @@ def all_shapes(engine: Engine) -> list[StepKey]:
         for size in engine.scheduler.sizes
         for chosen in sorted({1, engine.runner.sampled_rows(size, 2)})
     ]
+    if (images := engine.runner.images) is not None:
+        flat += [replace(key, images=images.shapes) for key in flat if key.tokens >= SIZES[0]]
     shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
     for stages in sampler_sets():
@@ -306,10 +349,7 @@ def all_shapes(engine: Engine) -> list[StepKey]:
     return shapes
 
 
-_GIB = 1 << 30
-
-
-def start_offload(engine: Engine, plan: WeightPlan) -> None:
+def start_offload(engine: Engine, plan: WeightPlan, images: WeightPlan | None = None) -> None:
     """Connects an engine with the stores that `[engine]` asks for, if any.
 
     Raises:
@@ -319,6 +359,8 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     if not engine.runner.model.caches:
         return
     engine.weights_key = entry_key(plan, "kv cache")
+    if images is not None:
+        engine.weights_key += entry_key(images, "kv cache")
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return

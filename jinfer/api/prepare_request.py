@@ -7,11 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jinfer.distributed.current_group import current_group
-from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.engine import Engine
+from jinfer.engine.prompt_images import PromptImages
+from jinfer.engine.requests import ImageSpan, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.thinking_budget import ThinkingLimit
 from jinfer.loader.open_model import Opened
+from jinfer.modelspec.image_table import ImageSpec
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.logits_processors import LogitsProcessor, LogitsProcessors
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
@@ -71,6 +76,55 @@ def _processors(sampling: SamplingParams, known: LogitsProcessors) -> tuple[Logi
     if sampling.strategy in ("beam", "contrastive"):
         raise RequestError(f"logits_processors cannot be kept with strategy={sampling.strategy!r}")
     return known.resolve(sampling.logits_processors)
+
+
+def prompt_images(
+    engine: Engine,
+    spec: ImageSpec | None,
+    prompt: Sequence[int],
+    spans: Sequence[ImageSpan],
+    sampling: SamplingParams,
+) -> PromptImages | None:
+    """The images of a prompt by token; None: it has none.
+
+    Raises:
+        RequestError: the model or the strategy reads none, or placeholders and images do not fit.
+    """
+    if spec is None or engine.runner.images is None:
+        if spans:
+            raise RequestError("this model reads no images; leave them out")
+        return None
+    images = PromptImages.of(prompt, spans, spec.position, spec.mask, spec.lookup)
+    stray = (np.array(prompt) == spec.placeholder) & (images.owner < 0)
+    if stray.any():
+        raise RequestError(
+            f"token {spec.placeholder} of the prompt, at {int(stray.argmax())}, stands for an "
+            "image that was not given; leave it out"
+        )
+    if not spans:
+        return None
+    _check_images(engine, images, sampling)
+    return images
+
+
+def _check_images(engine: Engine, images: PromptImages, sampling: SamplingParams) -> None:
+    """Raises `RequestError` for images that this engine cannot compute, or not this way."""
+    pipeline: Any = engine.runner.programs.pipeline
+    if current_group() is not None:
+        raise RequestError("images cannot be read by a model on several hosts")
+    if images.ranges is not None and pipeline is not None and pipeline.hosted:
+        raise RequestError(
+            "images whose tokens see each other need the whole KV cache on the devices; leave out "
+            "partition.host_kv_cache"
+        )
+    if images.longest > engine.scheduler.sizes[-1]:
+        raise RequestError(
+            f"an image of {images.longest} tokens is computed in one step; set "
+            f"engine.prefill_chunk to {images.longest} or more"
+        )
+    driven = sampling.strategy in ("beam", "contrastive")
+    if sampling.strategy == "contrastive" or (driven and (images.seed or images.owner[-1] >= 0)):
+        raise RequestError(f"strategy={sampling.strategy!r} cannot be used with these images")
 
 
 def thinking_limit(

@@ -85,7 +85,7 @@ def prefix_of_slot(engine: Engine, slot: int) -> tuple[bytes, list[int]]:
     """`BlockTables.seed` and the computed tokens of the sequence that a slot has, or had last."""
     for sequence in engine.scheduler.running:
         if sequence.known_slot == slot:
-            return sequence.seed, sequence.tokens[: sequence.computed]
+            return sequence.seed, sequence.cache_ids[: sequence.computed]
     return engine.slot_prefixes.get(slot, (b"", []))
 
 

@@ -21,6 +21,7 @@ from jinfer.api.build_engine import (
     announce_stored,
     build_engine,
     build_image_encoder,
+    encoded_images,
     forget_tokenizer,
     load,
     load_image_encoder,
@@ -32,6 +33,7 @@ from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
     check_thinking,
     parallel_sampling,
+    prompt_images,
     sampling_row,
     start_grammar,
     thinking_limit,
@@ -49,7 +51,7 @@ from jinfer.api.prompt_inputs import (
 )
 from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import AdapterUse, Request, RequestError
+from jinfer.engine.requests import AdapterUse, ImageSpan, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
@@ -147,6 +149,8 @@ class Session:
         self.image_encoder = (
             None if images is None else build_image_encoder(images, self.engine, program_cache)
         )
+        if self.image_encoder is not None:
+            self.engine.runner.images = encoded_images(opened, self.image_encoder)
         drafts = None if drafters is None else drafters.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -161,7 +165,7 @@ class Session:
         else:
             announce_stored(self.engine)
         begun = time.perf_counter()
-        load(self.engine, plan, progress=progress)
+        load(self.engine, plan, images, progress=progress)
         if self.image_encoder is not None and images is not None:
             load_image_encoder(self.image_encoder, images, progress=progress)
         for load_draft in drafts.load if drafts else ():
@@ -310,6 +314,7 @@ class Session:
         priority: int = 0,
         timeout: float | None = None,
         adapter: AdapterUse | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> list[PreparedRequest]:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
@@ -318,6 +323,7 @@ class Session:
             priority: lower ones go first.
             timeout: seconds after which they are aborted.
             adapter: the LoRA adapter that they are computed with.
+            images: those of the prompt, with the places of their features.
 
         Raises:
             RequestError: it cannot be run.
@@ -358,6 +364,7 @@ class Session:
             adapter=adapter,
             thinking=thinking_limit(self.opened, sampling, ids),
             activations=activations,
+            images=prompt_images(self.engine, self.opened.spec.image, ids, images, sampling),
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)

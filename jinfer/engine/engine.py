@@ -317,7 +317,7 @@ class Engine:
     def _on_release(self, sequence: RunningSequence) -> None:
         """Before a sequence's blocks are freed: its logits, search state and drafts go too."""
         self.guides.discard_logits(sequence)
-        known = sequence.tokens[: sequence.computed]
+        known = sequence.cache_ids[: sequence.computed]
         self.slot_prefixes[sequence.known_slot] = sequence.seed, known
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.release_blocks(self.scheduler)
@@ -372,7 +372,10 @@ class Engine:
         tokens = len(plan.decoding) + sum(chunk.count for chunk in plan.chunks)
         size = self.scheduler.batch_size(tokens)
         sampled = len(plan.decoding) + sum(chunk.samples for chunk in plan.chunks)
-        return StepKey("logits", size, self.runner.sampled_rows(size, sampled), taps=taps)
+        key = StepKey("logits", size, self.runner.sampled_rows(size, sampled), taps=taps)
+        if self.runner.images is None or not plan.has_images:
+            return key
+        return replace(key, images=self.runner.images.shapes)
 
     def _launch_mixed(self, plan: StepPlan) -> bool:
         """Launches chunks of prompts together with the next token of decoding sequences."""
@@ -390,9 +393,12 @@ class Engine:
         for chunk, of in tables:
             reserve_borders(blocks, of, chunk.start, chunk.start + chunk.count)
         size, running = self.scheduler.batch_size(len(batch)), self.scheduler.running
-        logits, rows = self.runner.compute_logits(size, batch, last, running)
+        images = self.runner.image_rows(size, plan)
+        logits, rows = self.runner.compute_logits(size, batch, last, running, images)
         for chunk, of in tables:
             chunk.sequence.computed += chunk.count
+            if chunk.sequence.request.images is not None:
+                of.offset = chunk.sequence.request.images.shift_at(chunk.sequence.computed)
             self._register_blocks(chunk.sequence)
             keep_borders(blocks, of)
         self.runner.copy_blocks(copies_for_waiting(blocks, plan))
@@ -482,7 +488,7 @@ class Engine:
         if sequence.block_tables is not None and sequence.request.reuse:
             # Tokens in flight are computed, but not known.
             computed = min(sequence.computed, len(sequence.tokens))
-            self.scheduler.blocks.register(sequence.block_tables, sequence.tokens, computed)
+            self.scheduler.blocks.register(sequence.block_tables, sequence.cache_ids, computed)
 
     def _record_duration(self, call: CallInFlight, tokens: np.ndarray) -> None:
         now = time.perf_counter()

@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 
 from jinfer.engine.activation_use import ActivationUse
+from jinfer.engine.prompt_images import ImageSpan as ImageSpan
+from jinfer.engine.prompt_images import PromptImages
 from jinfer.engine.thinking_budget import ThinkingLimit
 from jinfer.sampling.request_errors import RequestError as RequestError
 from jinfer.sampling.sampling_params import SamplingParams
@@ -89,6 +91,7 @@ class Request:
         thinking: its thinking budget; None: a thought may have any length.
         slot: the slot that it is known by afterwards; None: the one that it has had.
         activations: those that it captures and edits; None: none.
+        images: those of the prompt; None: none.
     """
 
     id: int
@@ -105,6 +108,7 @@ class Request:
     thinking: ThinkingLimit | None = None
     slot: int | None = None
     activations: ActivationUse | None = None
+    images: PromptImages | None = None
 
     def seed(self, steady: int | None) -> bytes:
         """What the content of its blocks depends on extras the tokens.
@@ -116,6 +120,7 @@ class Request:
         stretched = length if steady is not None and length > steady else 0
         extra = b"" if self.adapter is None else self.adapter.seed
         extra += b"" if self.activations is None else self.activations.seed
+        extra += b"" if self.images is None else self.images.seed
         if not self.encoder and not stretched:
             return extra
         return extra + np.array([stretched, *self.encoder], np.int64).tobytes()

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.images.placeholders import placeholder_id
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.classification_config import ClassificationConfig, find_classification
@@ -165,6 +166,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     inside = checkpoint.format == "gguf" and folder == checkpoint.path
     metadata = checkpoint.metadata if inside else None
     tokenizer = load_tokenizer(folder, metadata=metadata, vocab_size=vocab, trust=files.trust)
+    if spec.image is not None and tokenizer is not None:
+        placeholder = placeholder_id(tokenizer, spec.image)
+        spec = replace(spec, image=replace(spec.image, placeholder=placeholder))
     conversation = Conversation.of(spec, folder, files.config)
     thinking = None
     if tokenizer is not None:

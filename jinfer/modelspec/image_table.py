@@ -306,6 +306,8 @@ class ImageSpec:
 
     Attributes:
         placeholder: id or name of the token whose embedding a feature replaces.
+        lookup: id of the token whose other embeddings, such as those of layers, a placeholder has;
+            none: its own.
         resize: the rule of sizes and tiles.
         patch: pixels of a patch's side.
         merge: patches of a side that become one token.
@@ -319,14 +321,15 @@ class ImageSpec:
         alpha: transparent pixels over "white", or "drop" what says that they are transparent.
         max_pixels: the most pixels of an image file, checked before it is decoded.
         position: of placeholders: "plain", or "grid" (M-RoPE: row and column).
-        mask: whether placeholders are "causal", see each other within an "image", or the whole
-            "prompt" does.
+        mask: whether placeholders are "causal", see each other within an "image", likewise but in
+            layers with a sliding "window" alone, or all tokens of the "prompt" do.
         layout: texts around placeholders.
     """
 
     placeholder: Count | str
     resize: AnySizeRule
     patch: Side
+    lookup: Count | None = None
     merge: Size = 1
     order: Literal["rows", "merged"] = "rows"
     channel: Literal["first", "last"] = "first"
@@ -338,7 +341,7 @@ class ImageSpec:
     alpha: Literal["white", "drop"] = "white"
     max_pixels: Size = 1 << 26
     position: Literal["plain", "grid"] = "plain"
-    mask: Literal["causal", "image", "prompt"] = "causal"
+    mask: Literal["causal", "image", "window", "prompt"] = "causal"
     layout: ImageLayoutSpec = ImageLayoutSpec()
 
     def check(self) -> tuple[str, str] | None:

@@ -152,6 +152,8 @@ class EngineSpec:
         cache_disk_size: GiB that may be in this folder; the least recently used leave.
         prefill_chunk: prompt tokens per step while no sequence decodes (chunked prefill).
         mixed_chunk: tokens of a step that mixes prefill with decoding.
+        image_cache: GiB of host memory for the encoder's output for images, which requests with the
+            same image share.
         queue: requests that may wait; none: any number.
         warm_up: whether all programs are compiled at start, rather than on first use.
         max_adapters: LoRA adapters that may be loaded at a time in addition to the model, those of
@@ -174,6 +176,7 @@ class EngineSpec:
     cache_disk_size: Positive = 16.0
     prefill_chunk: Size = 512
     mixed_chunk: Size = 96
+    image_cache: NotNegative = 0.25
     queue: Size | None = None
     warm_up: bool = False
     max_adapters: Count = 0

@@ -13,7 +13,6 @@ from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positiv
 _SAID_ELSEWHERE = (
     *("rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"),
     "llama_4_scaling_beta",
-    *("mrope_section", "mrope_interleaved"),  # of images' positions: a text's are equal in all
 )
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
@@ -27,7 +26,7 @@ class RopeScalingSpec:
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
         "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" increases theta with
         the length of the sequence, "proportional" turns only the first pairs; "default", "none"
-        and an empty table change nothing, nor does "mrope" for text.
+        "mrope" and an empty table change nothing.
     factor: how many times longer the context is than trained; not needed by longrope.
     original_max_position_embeddings: the trained context; for all but linear.
     low_freq_factor: llama3: pairs with fewer turns than this are stretched by `factor`.
@@ -43,6 +42,8 @@ class RopeScalingSpec:
     long_factor: longrope: the same if the engine's context is longer than trained.
     partial_rotary_factor: proportional: the share of the pairs that turn.
     length: longrope: the longest sequence; default: the engine's context.
+    mrope_section: as `sections` of rope.
+    mrope_interleaved: as `interleaved` of rope.
     """
 
     rope_type: Literal[
@@ -70,6 +71,8 @@ class RopeScalingSpec:
     long_factor: tuple[float, ...] | None = None
     partial_rotary_factor: Fraction = 1.0
     length: Size | None = field(default=None, metadata={"served": True})
+    mrope_section: tuple[int, ...] | None = None
+    mrope_interleaved: bool = False
 
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
 
@@ -109,6 +112,9 @@ class RopeSpec:
     pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1).
     factors: the checkpoint has a tensor of dim/2 divisors of the frequencies.
     backward: whether the angles are negative.
+    sections: M-RoPE (arXiv 2409.12191): how many pairs turn by a token's time, its row and its
+        column in an image; three equal positions, as text has, are ordinary RoPE.
+    interleaved: whether the pairs of the sections alternate; otherwise they follow one another.
     """
 
     kind: Literal["rope"]
@@ -118,11 +124,22 @@ class RopeSpec:
     scaling: RopeScalingSpec | None = None
     factors: bool = False
     backward: bool = False
+    sections: tuple[int, ...] | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
+        scaling = self.scaling
+        if scaling is not None and self.sections is None and scaling.mrope_section is not None:
+            object.__setattr__(self, "sections", scaling.mrope_section)
+            object.__setattr__(self, "interleaved", scaling.mrope_interleaved)
         # Config files say in several ways that nothing is scaled; equal models compare equal.
-        if self.scaling is not None and self.scaling.rope_type in ("default", "none", "mrope"):
+        if scaling is not None and scaling.rope_type in ("default", "none", "mrope"):
             object.__setattr__(self, "scaling", None)
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether tokens may have positions on a grid."""
+        return len(self.sections or ()) == 3 and sum(self.sections or ()) == self.dim // 2
 
     def check(self) -> tuple[str, str] | None:
         if self.dim % 2:

@@ -239,7 +239,10 @@ def _name(path: tuple[Any, ...]) -> str:
 def _suppressed_tokens(spec: ModelSpec) -> tuple[int, ...]:
     own = spec.decoder.modules if spec.decoder else ()
     heads = (block for _, block in (*spec.shared, *own) if isinstance(block, blocks.HeadSpec))
-    return tuple(token for head in heads for token in head.never or ())
+    never = [token for head in heads for token in head.never or ()]
+    if spec.image is not None and isinstance(spec.image.placeholder, int):
+        never.append(spec.image.placeholder)
+    return tuple(never)
 
 
 def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShape]]:

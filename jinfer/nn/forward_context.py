@@ -12,10 +12,11 @@ from jax import Array, lax
 from jinfer.nn.activation_taps import ActivationTaps
 from jinfer.nn.image_modules import GridRotary, PatchGrid
 from jinfer.nn.positions import CosSin, Rotary
-from jinfer.nn.row_edits import take_row_edits
+from jinfer.nn.row_edits import IMAGES, ImageRows, take_row_edits
 from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
     ADAPTER,
+    OFFSET,
     STATE,
     AttentionMetadata,
     IndexedCache,
@@ -24,7 +25,7 @@ from jinfer.ops.attention.kv_cache import (
     write_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend_cached, extend
+from jinfer.ops.attention.paged_attention import attend, attend_cached, extend
 from jinfer.ops.attention.sparse import IndexQuery, extend_sparse
 from jinfer.ops.matmul.lora import RowAdapters, row_adapters
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, sequence_runs
@@ -84,6 +85,8 @@ class ForwardBatch(NamedTuple):
         runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
         adapters: flat batch: each token's adapter, if any.
         taps: values to capture or edit, if any; within a layer its own taps.
+        rotary: positions for RoPE, by time, row and column if there are three; None: `positions`.
+        images: flat batch: what images change, if there are any; its edits are among the taps.
         grid: tiles: the rows and columns of the patches.
     """
 
@@ -98,6 +101,8 @@ class ForwardBatch(NamedTuple):
     runs: SequenceRuns | None = None
     adapters: RowAdapters | None = None
     taps: ActivationTaps | None = None
+    rotary: Int[Array, "batch tokens"] | Int[Array, "3 batch tokens"] | None = None
+    images: ImageRows | None = None
     grid: PatchGrid | None = None
 
     @classmethod
@@ -141,17 +146,24 @@ class ForwardBatch(NamedTuple):
 
         Args:
             prompts: prompt length of each sequence.
-            tables: the block tables, and the sequences' adapters, edits and captured activations,
-                if any.
+            tables: the block tables, and the sequences' adapters, edits, captured activations and
+                images, if any.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         blocks, adapters = dict(tables), None
         if (slots := blocks.pop(ADAPTER, None)) is not None:
             adapters = row_adapters(slots, rows)
-        capture, edits = take_row_edits(blocks, rows, positions)
+        capture, requested = take_row_edits(blocks, rows, positions)
+        images: ImageRows | None = blocks.pop(IMAGES, None)
+        edits = requested if images is None else images.before(requested)
         taps = ActivationTaps(capture, edits) if capture or edits else None
+        rotary = None
+        if (offsets := blocks.pop(OFFSET, None)) is not None:
+            rotary = (positions + offsets[jnp.maximum(rows, 0), 0])[None]
+        if images is not None and images.shifts is not None:
+            rotary = (positions[None] + images.shifts)[:, None]
         batch = cls(positions[None], totals[None], rows=rows, tables=blocks, encoded=encoded)
-        return batch._replace(adapters=adapters, taps=taps)
+        return batch._replace(adapters=adapters, taps=taps, rotary=rotary, images=images)
 
     def attention_metadata(self, group: str) -> AttentionMetadata:
         """Returns positions and block tables for a group of attentions."""
@@ -194,7 +206,39 @@ class ForwardBatch(NamedTuple):
                 after = after._replace(chosen=after.chosen[copies.outputs])
         else:
             out, after = extend(q, k, v, cache, at, rules)
+            out = self._both_ways(out, q, after, v is None, at, rules)
         return out if copies is None else out[copies.outputs], after
+
+    def _both_ways(
+        self,
+        out: Float[Array, "tokens heads value_dim"],
+        q: Float[Array, "tokens heads head_dim"],
+        cache: LayerCache,
+        shared: bool,
+        at: AttentionMetadata,
+        rules: ScoreRules,
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """Replaces the output of tokens that attend both ways within a range, such as an image.
+
+        They see what a causal token sees, and their range, also where it is before the window.
+
+        Args:
+            shared: whether the cache's keys are its values too.
+        """
+        ranges = None if self.images is None else self.images.ranges
+        if self.images is not None and rules.window is not None and ranges is None:
+            ranges = self.images.window_ranges
+        if ranges is None:
+            return out
+        first, last = ranges
+        inside = last >= 0
+        positions = at.positions
+        if rules.window is not None:
+            positions = jnp.minimum(positions, first + rules.window - 1)
+        seen = at._replace(rows=jnp.where(inside, at.rows, -1), positions=positions)
+        values = None if shared else cache.values
+        whole = attend(q, cache.keys, values, seen, last, rules, cache.int8_keys)
+        return jnp.where(inside[:, None, None], whole, out)
 
     def attend(
         self,
@@ -207,7 +251,8 @@ class ForwardBatch(NamedTuple):
         at, copies = self.attention_metadata(cache_group(window)), self.copies
         q = rotate_queries(q, cache.keys)
         if copies is None:
-            return attend_cached(q, cache, at, rules)
+            out = attend_cached(q, cache, at, rules)
+            return self._both_ways(out, q, cache, False, at, rules)
         at = at._replace(rows=copies.rows, positions=copies.positions)
         return attend_cached(q[copies.sources], cache, at, rules)[copies.outputs]
 
@@ -252,7 +297,8 @@ class ForwardBatch(NamedTuple):
 
     def _angles(self, rope: Rotary) -> CosSin:
         if not isinstance(rope, GridRotary):
-            return rope.cos_sin(self.positions, self.totals)
+            positions = self.positions if self.rotary is None else self.rotary
+            return rope.cos_sin(positions, self.totals)
         assert self.grid is not None, "only patches are on a grid"
         return rope.grid_cos_sin(self.grid, self.positions.shape[1])
 

@@ -50,11 +50,14 @@ class Rotary(nnx.Module):
         return rotate(x, *cos_sin, size=size, adjacent=self.block.pairs == "adjacent")
 
     def cos_sin(
-        self, positions: Int[Array, "batch tokens"], totals: Int[Array, "batch tokens"]
+        self,
+        positions: Int[Array, "batch tokens"] | Int[Array, "3 batch tokens"],
+        totals: Int[Array, "batch tokens"],
     ) -> CosSin:
         """Computes the angles at these positions.
 
         Args:
+            positions: of three, each pair turns by that of its section (M-RoPE).
             totals: length of each token's sequence; "dynamic" scaling depends on it.
         """
         frequencies, magnitude = rope_frequencies(self.block)
@@ -64,11 +67,25 @@ class Rotary(nnx.Module):
         inverse = inverse[None, None]
         if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
             inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
-        angles = positions.astype(jnp.float32)[:, :, None] * inverse
+        if positions.ndim == 3:
+            of_pairs = jnp.moveaxis(positions[_sections_of_pairs(self.block)], 0, -1)
+            angles = of_pairs.astype(jnp.float32) * inverse
+        else:
+            angles = positions.astype(jnp.float32)[:, :, None] * inverse
         if self.block.backward:
             angles = -angles
         angles = rounded(angles)
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
+
+
+def _sections_of_pairs(block: RopeSpec) -> Int[np.ndarray, " pairs"]:
+    """Returns which of the three positions each pair turns by; 0 without sections."""
+    pairs = np.arange(block.dim // 2)
+    if not block.has_grid or block.sections is None:
+        return np.zeros_like(pairs)
+    if not block.interleaved:
+        return np.repeat(np.arange(3), block.sections)
+    return np.where(pairs < 3 * np.array(block.sections)[pairs % 3], pairs % 3, 0)
 
 
 def rope_frequencies(block: RopeSpec) -> tuple[Float[np.ndarray, " pairs"], float]:

@@ -8,6 +8,7 @@ edits keep their bits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ from jax import Array, lax
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Keys among block tables: tables of edits by activation; names of captured activations.
-EDITS, CAPTURE = "edits", "capture"
+# Keys among block tables: tables of edits by activation; names of captured activations; images.
+EDITS, CAPTURE, IMAGES = "edits", "capture", "images"
 
 
 class EditTable(NamedTuple):
@@ -79,6 +80,48 @@ class RowEdit(NamedTuple):
             along, back = self.along.reshape(count, -1), self.back.reshape(count, -1)
             new = new + _dot(wide, along) * back
         return jnp.where(edited, new.astype(value.dtype), rows).reshape(value.shape)
+
+
+class EditsInTurn(NamedTuple):
+    """Two edits of one activation."""
+
+    first: RowEdit
+    second: RowEdit
+
+    def select_rows(self, rows: Int[Array, " chosen"]) -> EditsInTurn:
+        """Selects the edits of some rows."""
+        return EditsInTurn(self.first.select_rows(rows), self.second.select_rows(rows))
+
+    def applied(self, value: Array) -> Array:
+        """Edits the rows of a value; keeps its type."""
+        return self.second.applied(self.first.applied(value))
+
+
+class ImageRows(NamedTuple):
+    """What images change for the rows of a flat batch.
+
+    Attributes:
+        edits: their features, by activation.
+        shifts: rotary positions by time, row and column, minus positions in the sequence; None:
+            they are equal.
+        ranges: the first and the last token of the range within which a row attends both ways; -1:
+            it only attends to earlier tokens. None: all do.
+        window_ranges: likewise, in attentions with a window alone.
+    """
+
+    edits: dict[str, RowEdit]
+    shifts: Int[Array, "3 rows"] | None = None
+    ranges: Int[Array, "2 rows"] | None = None
+    window_ranges: Int[Array, "2 rows"] | None = None
+
+    def before(self, edits: Mapping[str, RowEdit]) -> Mapping[str, RowEdit | EditsInTurn]:
+        """The features, then the requests' edits."""
+        both = self.edits.keys() & edits.keys()
+        return {
+            **self.edits,
+            **edits,
+            **{name: EditsInTurn(self.edits[name], edits[name]) for name in both},
+        }
 
 
 def _dot(a: Float[Array, "rows width"], b: Float[Array, "rows width"]) -> Array:

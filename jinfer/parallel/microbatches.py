@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
+from jinfer.nn.row_edits import IMAGES
 
 type MicroBatchStates = tuple[State, ...]
 
@@ -57,13 +58,13 @@ class MicroBatches:
         return lane, np.where(inside, slots // self.count, rows).astype(np.int32)
 
     def tables(self, lane: int, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The block tables of a micro-batch's rows, padded to `rows`."""
+        """The block tables of a micro-batch's rows, padded to `rows`; image rows as they are."""
 
         def rows_of(table: np.ndarray) -> np.ndarray:
             rows = table[lane :: self.count]
             return np.pad(rows, ((0, self.rows - len(rows)), (0, 0)))
 
-        return {group: rows_of(table) for group, table in tables.items()}
+        return {n: table if n == IMAGES else rows_of(table) for n, table in tables.items()}
 
     def changed(self, states: MicroBatchStates, lane: int, state: Any) -> MicroBatchStates:
         """The states with one micro-batch's replaced."""

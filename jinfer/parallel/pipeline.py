@@ -33,6 +33,7 @@ from jinfer.engine.runner.step_table import abstract_tables
 from jinfer.engine.runner.verify import Nodes
 from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.row_edits import IMAGES
 from jinfer.ops.attention.kv_blocks import abstract_rows
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
@@ -40,7 +41,7 @@ from jinfer.parallel.host_kv_cache import HostCacheCompiler
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatchStates
 from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler
+from jinfer.parallel.stage_compiler import CompiledStage, StageCompiler, with_own_images
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
 
@@ -266,8 +267,9 @@ class Pipeline:
         tables, rest = step.without_tables(step.arguments)
         begin = compiler.at_home(("begin", key), step.begin, (), state, {}, *rest)
         batch, last, carried = begin.out
-        rows = jax.tree.leaves(tables)[0].shape[0]
-        batch = batch._replace(tables=abstract_tables(self.sizes, rows))
+        images = {name: table for name, table in tables.items() if name == IMAGES}
+        rows = next(table.shape[0] for name, table in tables.items() if name != IMAGES)
+        batch = batch._replace(tables=abstract_tables(self.sizes, rows) | images)
         made = compiler.decoder(batch, last, step.wants, drafted=step.drafted)
         if not step.samples:
             return ForwardParts(begin.program, made, None)
@@ -426,10 +428,13 @@ class PipelineForward:
 
         for number, (stage, made) in enumerate(zip(pipeline.stages, self.made, strict=True)):
             here, last_here = batch_on(stage.device_group)
+            here = with_own_images(here, stage)
             hidden = pipeline.move(x, before, stage.device_group)
             weights, before = pipeline.leaves_of(number, leaves), stage.device_group
             arguments = weights, caches[number], hidden, here, last_here if stage.last else None
-            on_host = () if stage.host is None else (batch_on(stage.host)[0],)
+            on_host: tuple[FlatBatch, ...] = ()
+            if stage.host is not None:
+                on_host = (with_own_images(batch_on(stage.host)[0], stage),)
             cache, x = pipeline.launch(f"stage {number}", made.program, *arguments, *on_host)
             # So that offloaded weights are freed as soon as the device has used them.
             del weights, arguments

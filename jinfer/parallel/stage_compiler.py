@@ -28,6 +28,7 @@ from jinfer.engine.runner.step_table import abstract_tables, int32
 from jinfer.engine.runner.verify import accept_states
 from jinfer.modelspec.eagle_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
+from jinfer.nn.row_edits import IMAGES
 from jinfer.ops.attention.kv_cache import STATE, zero_cache
 from jinfer.ops.backend import target_platform
 from jinfer.ops.recurrence.drafted_scan import join_inputs, split_inputs
@@ -36,6 +37,19 @@ from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.microbatches import MicroBatches
 from jinfer.parallel.pipeline_stage import PipelineStage, abstract_leaves, with_flat_parameters
 from jinfer.progress import task
+
+
+def with_own_images(batch: FlatBatch, stage: PipelineStage) -> FlatBatch:
+    """A flat batch with the features that enter in a stage, by its own numbers of layers."""
+    if (images := batch.tables.get(IMAGES)) is None:
+        return batch
+    part = stage.model.slice
+    layers = part.layers["decoder"]
+    names = {f"decoder.{layer}.x": f"decoder.{layer - layers.start}.x" for layer in layers}
+    before = [name for name in images.edits if not name.endswith(".x")]
+    names |= dict(zip(before, before, strict=True)) if part.first else {}
+    edits = {names[name]: edit for name, edit in images.edits.items() if name in names}
+    return batch._replace(tables={**batch.tables, IMAGES: images._replace(edits=edits)})
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,9 @@ class StageCompiler:
         made, x = list[CompiledStage](), None
         for stage in self.stages:
             which, named = (last, wants) if stage.last else (None, ())
-            make = partial(self._decoder, stage, x, batch, which, named, drafted)
-            key = ("forward", stage.kind, repr((batch, which)), named, drafted)
+            own = with_own_images(batch, stage)
+            make = partial(self._decoder, stage, x, own, which, named, drafted)
+            key = ("forward", stage.kind, repr((own, which)), named, drafted)
             made.append(self.cached(key, make))
             x = made[-1].out[1]
         return tuple(made)

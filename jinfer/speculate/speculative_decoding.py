@@ -190,7 +190,8 @@ class SpeculativeDecoder:
                 each.append(drafter.draft([(s, min(levels, s.remaining - 1)) for s in wanting]))
         if not each:
             return None
-        trees = [merge_trees(proposed) for proposed in zip(*each, strict=True)]
+        never = frozenset(self.engine.runner.model.never)
+        trees = [merge_trees(proposed).without(never) for proposed in zip(*each, strict=True)]
         return trees if self._branched() else [first_path(tree) for tree in trees]
 
     def _sizes(self, decoding: Sequence[RunningSequence]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from jinfer.engine.scheduling.sequence import ROOT as ROOT
@@ -74,6 +74,16 @@ class TokenTree(DraftTree):
             tuple(self.sources[node] for node in order),
             tuple(ranks[node] for node in order),
         )
+
+    def without(self, tokens: Set[int]) -> TokenTree:
+        """The tree without nodes of some tokens, and what follows them."""
+        if tokens.isdisjoint(self.tokens):
+            return self
+        kept = {ROOT}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if token not in tokens and parent in kept:
+                kept.add(node)
+        return self.subtree(kept - {ROOT})
 
     def paths(self) -> list[list[int]]:
         """The path from a child of the root to each leaf, the first leaf first."""

@@ -19,6 +19,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, Usage
+from jinfer.engine.requests import ImageSpan
 from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 
@@ -80,6 +81,7 @@ class Asked:
     cancel_after: int | None = None
     error: BaseException | None = None
     adapter: str | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 def answered(part: Chunk | Completion) -> Answer:
@@ -155,7 +157,11 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[floa
             adapter = one.adapter and llm.session.adapters.find(one.adapter)
             priority = rng.randint(0, 1)
             (prepared,) = llm.session.prepare(
-                one.prompt, one.params, priority=priority, adapter=adapter or None
+                one.prompt,
+                one.params,
+                priority=priority,
+                adapter=adapter or None,
+                images=one.images,
             )
             pieces: SimpleQueue[Any] = SimpleQueue()
             llm.session.submit(prepared, pieces.put)

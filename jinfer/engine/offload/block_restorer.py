@@ -74,7 +74,7 @@ class BlockRestorer:
         if self._scan is not None and not self._scan.done():
             return True
         sequence.looked_up = True
-        needed = prefix_blocks(self._blocks, sequence.tokens, sequence.seed, self._has)
+        needed = prefix_blocks(self._blocks, sequence.cache_ids, sequence.seed, self._has)
         missing = deque(one for one in needed if self._on_device(one) is None)
         if not missing:
             return False
@@ -185,7 +185,7 @@ class BlockRestorer:
                 enter(self._blocks, one.group, block, one.digest, ())
             else:
                 begin = one.place * BLOCK
-                tokens = fetch.sequence.tokens[begin : begin + BLOCK]
+                tokens = fetch.sequence.cache_ids[begin : begin + BLOCK]
                 enter(self._blocks, one.group, block, one.before, tokens)
         counts = self._stores.counts
         counts.restored += len(taken)

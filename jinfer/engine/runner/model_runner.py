@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,14 +18,17 @@ from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.edit_tables import StepTaps, edit_tables, taps_of
 from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.huge_pages import CacheHugePages
+from jinfer.engine.runner.image_rows import EncodedImages
 from jinfer.engine.runner.sampler_output import MAX_COPIES, SamplerOutput
 from jinfer.engine.runner.sampler_state import SamplerStates
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, LONG_TEXT, STATE, Cache
+from jinfer.nn.row_edits import IMAGES, ImageRows
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, LONG_TEXT, OFFSET, STATE, Cache
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -49,6 +52,7 @@ class ModelRunner:
         before_call: called before a program is given the KV cache, which it may overwrite.
         samplers: sampling parameters and sampler state of each request.
         captured: activations of calls that the host has not read.
+        images: the features of images; None: the model sees none.
     """
 
     programs: CompiledPrograms
@@ -56,6 +60,7 @@ class ModelRunner:
     before_call: Callable[[], None] = field(default=_nothing, repr=False)
     samplers: SamplerStates = field(default_factory=SamplerStates)
     captured: CapturedCalls = field(default_factory=CapturedCalls)
+    images: EncodedImages | None = None
     _cache: Cache | None = field(default=None, init=False)
     _huge_pages: CacheHugePages | None = field(default=None, init=False, repr=False)
     _state: State | None = field(default=None, init=False)
@@ -101,6 +106,7 @@ class ModelRunner:
         self.leaves, self._cache, self._state, self._edits = (), None, None, (None, {})
         self.captured.clear()
         self.samplers.clear()
+        self.images = None
         self.before_call = _nothing  # breaks a reference cycle
         self.programs.release()
         trim()
@@ -158,6 +164,7 @@ class ModelRunner:
         batch: Sequence[tuple[int, int]],
         last: Sequence[int],
         running: Sequence[RunningSequence],
+        images: ImageRows | None = None,
     ) -> tuple[Array, Array]:
         """Logits after some tokens, and the state rows that they belong to; see `steps.logits`.
 
@@ -167,6 +174,7 @@ class ModelRunner:
                 device may know.
             last: indices of the tokens after which one is sampled.
             running: the sequences that have slots.
+            images: as `image_rows` makes them.
         """
         chosen = self.sampled_rows(size, len(last))
         slots = {slot for slot, _ in batch}
@@ -174,13 +182,25 @@ class ModelRunner:
         taps = self.taps_of(using)
         at = np.full((2, size), -1, np.int32)
         at[:, : len(batch)] = np.array(batch, np.int32).T
-        program = self.programs.get(StepKey("logits", size, chosen, taps=taps))
-        arguments = (at[0], at[1], self.slot_tables(running, taps, using), padded(last, chosen, -1))
+        key, tables = (
+            StepKey("logits", size, chosen, taps=taps),
+            self.slot_tables(running, taps, using),
+        )
+        if images is not None and self.images is not None:
+            key, tables = replace(key, images=self.images.shapes), tables | {IMAGES: images}
+        program = self.programs.get(key)
+        arguments = (at[0], at[1], tables, padded(last, chosen, -1))
         self._cache, out, rows, *more = program(self.leaves, self.cache, self.state, *arguments)
         for captured in more:
             own = {s: [i for i, (slot, _) in enumerate(batch) if slot == s.slot] for s in using}
             self.captured.note(captured, own)
         return out, rows
+
+    def image_rows(self, size: int, plan: StepPlan) -> ImageRows | None:
+        """What images change in a step of so many rows; None: nothing."""
+        if self.images is None or not plan.has_images:
+            return None
+        return self.images.rows_of(size, plan)
 
     def sample(
         self,
@@ -290,6 +310,8 @@ class ModelRunner:
                     tables[STATE][row, border] = block + 1
             if of_row.adapter is not None:
                 tables[ADAPTER][row] = of_row.adapter.entry
+            if sizes.offsets:
+                tables[OFFSET][row] = of_row.offset
         for group in sizes.blocks:
             tables[group][tables[group] == RELEASED] = 0
             self._use(group, tables[group])

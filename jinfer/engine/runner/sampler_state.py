@@ -72,7 +72,7 @@ class SamplerStates:
             first: index of its first token that the device holds.
         """
         request, choice = sequence.request, self.choices[sequence.request.id]
-        tokens = [*sequence.tokens[first:], *more]
+        tokens = [*sequence.inputs[first:], *more]
         counts = (len(tokens), len(request.prompt) - first, sequence.limit, len(request.encoder))
         mask = choice.mask if sequence.must is None else _only(sequence.must, len(choice.mask))
         parts: Any = (

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.engine.runner.edit_tables import StepTaps
+from jinfer.engine.runner.image_rows import ImageShapes
 from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import Want
-from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, OFFSET
 from jinfer.sampling.step_extras import Extra
 
 # Kinds of steps, each of which has a line in `jinfer.engine.runner.step_table`.
@@ -43,6 +44,7 @@ class StepKey:
         extras: outputs that requests of "sample", "decode" and "verify" need besides tokens.
         taps: what "logits", "decode", "verify" and "beam" edit and capture, and what "trace" edits;
             None: nothing.
+        images: what images change in "logits"; None: there are none.
     """
 
     kind: StepKind
@@ -56,6 +58,7 @@ class StepKey:
     blocks: int = 0
     extras: tuple[Extra, ...] = ()
     taps: StepTaps | None = None
+    images: ImageShapes | None = None
 
     @property
     def sampling(self) -> tuple[Extra | str, ...]:
@@ -81,6 +84,7 @@ class Sizes:
         blocks: KV-cache blocks of each attention group.
         kv_cache: number format of the KV cache.
         adapters: slots of LoRA adapters.
+        offsets: whether rotary positions may differ from indices (M-RoPE).
     """
 
     slots: int
@@ -89,11 +93,13 @@ class Sizes:
     blocks: Mapping[str, int]
     kv_cache: Kind
     adapters: int = 0
+    offsets: bool = False
 
     def table_shapes(self, rows: int) -> dict[str, tuple[int, int]]:
-        """Shapes of the block tables of some sequences, and of that of their adapters if any."""
+        """Shapes of the block tables of some sequences, and of adapters and offsets if any."""
         shapes = dict.fromkeys(self.blocks, (rows, self.table))
-        return shapes | ({ADAPTER: (rows, 2)} if self.adapters else {})
+        shapes |= {ADAPTER: (rows, 2)} if self.adapters else {}
+        return shapes | ({OFFSET: (rows, 1)} if self.offsets else {})
 
     @property
     def table(self) -> int:

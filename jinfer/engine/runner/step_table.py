@@ -18,6 +18,7 @@ from jinfer.engine.runner.draft_steps import finish_propose, no_proposals
 from jinfer.engine.runner.edit_tables import abstract_edit_tables
 from jinfer.engine.runner.encoder_steps import encode_image, patch_values
 from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.image_rows import abstract_image_rows
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_forms import (
     CacheStep,
@@ -34,7 +35,7 @@ from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_blocks import BlockRows, gather_rows, row_groups, scatter_rows
-from jinfer.ops.attention.kv_cache import ADAPTER, Cache, CacheShapes, uninitialized_cache
+from jinfer.ops.attention.kv_cache import Cache, CacheShapes, uninitialized_cache
 
 
 class StepInputs(Protocol):
@@ -65,7 +66,10 @@ class StepInputs(Protocol):
 
 
 def _logits(inputs: StepInputs, key: StepKey) -> Step:
-    arguments = (*_batch(inputs, key), int32(key.chosen))
+    rows, positions, tables = _batch(inputs, key)
+    if key.images is not None:
+        tables |= abstract_image_rows(key.images, key.tokens)
+    arguments = rows, positions, tables, int32(key.chosen)
     return ForwardStep(
         arguments, steps.finish_logits, begin=steps.begin_logits, tables=2, kept=2, captures=True
     )
@@ -172,7 +176,7 @@ def _trace(inputs: StepInputs, key: StepKey) -> Step:
     tables = inputs.tables(key.rows)
     if key.blocks:
         narrow = int32(key.rows, key.blocks)
-        tables = {name: table if name == ADAPTER else narrow for name, table in tables.items()}
+        tables = {n: narrow if n in inputs.sizes.blocks else t for n, t in tables.items()}
     tables |= abstract_edit_tables(key.taps, key.rows)
     batch = abstract_flat_batch(key.tokens, key.rows, tables)
     function = inputs.with_leaves(trace_steps.trace, key.capture)

@@ -28,7 +28,7 @@ from jinfer.engine.runner.model_runner import SIZES, ModelRunner, padded_length
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.nn.activation_shapes import ActivationShape
-from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
+from jinfer.ops.attention.kv_cache import BLOCK
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -113,7 +113,8 @@ def trace_decoder(
             ids = padded(tokens[start : start + count], size)
             tables = runner.block_tables(1, [(0, block_tables)])
             if blocks:
-                tables = {n: t if n == ADAPTER else t[:, :blocks] for n, t in tables.items()}
+                groups = runner.programs.sizes.blocks
+                tables = {n: t[:, :blocks] if n in groups else t for n, t in tables.items()}
             if taps is not None and edits is not None:
                 tables |= runner.edit_tables(taps, 1, [(0, edits)])
             batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))

@@ -44,6 +44,7 @@ class BlockTables:
         borders: where these are still to be copied, as of `border_snapshots`, and why.
         copies: block for the copy at each border of the step that is about to be launched.
         adapter: the LoRA adapter that they are computed with; None: none.
+        offset: rotary position minus index of the tokens of text that are computed next.
     """
 
     seed: bytes
@@ -55,6 +56,7 @@ class BlockTables:
     borders: dict[int, RetentionPriority] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
     adapter: AdapterUse | None = None
+    offset: int = 0
 
     def __post_init__(self) -> None:
         self.digests = self.digests or [self.seed]
@@ -87,19 +89,25 @@ class BlockManager:
         self.pools, self.encoder, self.states = dict(pools), encoder, states
 
     def share_prefix(
-        self, tokens: Sequence[int], seed: bytes = b"", *, reuse: bool = True
+        self,
+        tokens: Sequence[int],
+        seed: bytes = b"",
+        *,
+        reuse: bool = True,
+        limit: int | None = None,
     ) -> tuple[BlockTables, int, list[BlockCopy]]:
         """Prefix cache: block tables of a new sequence with the cached blocks of its prefix.
 
         Args:
             seed: as `BlockTables.seed`.
             reuse: whether cached blocks may be used.
+            limit: maximum number of cached tokens; None: all but the last.
 
         Returns:
             The tables; number of cached tokens, at most all but the last, whose logits have to be
             computed; copies to make.
         """
-        limit = len(tokens) - 1
+        limit = len(tokens) - 1 if limit is None else limit
         if not reuse or self.states is None:
             return self._share_blocks(tokens, seed, limit if reuse else 0, MIN_COPY_TOKENS)
         for length, snapshot in self.states.prefixes(seed, tokens, limit):
@@ -320,7 +328,7 @@ class BlockManager:
         """
         full, rest = divmod(length, BLOCK)
         other = BlockTables(tables.seed, {}, tables.digests[: full + 1], list(tables.encoder))
-        other.adapter = tables.adapter
+        other.adapter, other.offset = tables.adapter, tables.offset
         for block in tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
             self.encoder.add_reference(block)

@@ -81,6 +81,6 @@ def copies_for_waiting(blocks: BlockManager, plan: StepPlan) -> list[BlockCopy]:
     copies: list[BlockCopy] = []
     for sequence in (chunk.sequence for chunk in plan.chunks):
         if sequence.computed in sequence.snapshots and sequence.block_tables is not None:
-            known = sequence.tokens[: sequence.computed]
+            known = sequence.cache_ids[: sequence.computed]
             copies += blocks.snapshot(sequence.block_tables, known)
     return copies

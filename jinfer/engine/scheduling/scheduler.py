@@ -16,7 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jinfer.engine.requests import QueueFullError
-from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, BlockManager
+from jinfer.engine.scheduling.block_manager import (
+    MIN_COPY_TOKENS,
+    BlockCopy,
+    BlockManager,
+    BlockTables,
+)
 from jinfer.engine.scheduling.block_pool import common_prefix_length
 from jinfer.engine.scheduling.border_snapshots import plan_borders
 from jinfer.engine.scheduling.sequence import RunningSequence
@@ -140,6 +145,8 @@ class Scheduler:
             [s for s in group if s.block_tables is not None]
             for group in (prompts, decoding, begun.admitted)
         )
+        if prompts and len(decoding) + _least_chunk(prompts) > self.sizes[-1]:
+            decoding = []  # an image that is not cut takes the whole step
         chunks = self._chunks(prompts, len(decoding))
         plan = replace(begun, admitted=tuple(admitted), chunks=tuple(chunks))
         return replace(plan, decoding=tuple(decoding), steps=steps)
@@ -202,9 +209,7 @@ class Scheduler:
             if self.fetching(sequence):
                 later.append(heapq.heappop(self._waiting))
                 continue
-            tables, cached, made = self.blocks.share_prefix(
-                sequence.tokens, sequence.seed, reuse=sequence.request.reuse
-            )
+            tables, cached, made = self._share_prefix(sequence)
             if self._comes_soon(sequence, cached):
                 self.blocks.free(tables)
                 later.append(heapq.heappop(self._waiting))
@@ -229,18 +234,32 @@ class Scheduler:
                 continue
             heapq.heappop(self._waiting)
             tables.adapter = sequence.request.adapter
+            if sequence.request.images is not None:
+                tables.offset = sequence.request.images.shift_at(cached)
             sequence.block_tables, sequence.slot = tables, self._free_slot()
             sequence.computed = cached
             if sequence.cached is None:
                 sequence.cached = min(cached, len(sequence.request.prompt))
             if sequence.request.reuse:
-                plan_borders(self.blocks, tables, sequence.tokens, cached)
+                plan_borders(self.blocks, tables, sequence.cache_ids, cached)
             self.running.append(sequence)
             admitted.append(sequence)
             copies += made
         for entry in later:
             heapq.heappush(self._waiting, entry)
         return admitted, copies, must_read
+
+    def _share_prefix(self, sequence: RunningSequence) -> tuple[BlockTables, int, list[BlockCopy]]:
+        """As `BlockManager.share_prefix`, of a prefix that ends before or after whole images."""
+        tokens, images, limit = sequence.cache_ids, sequence.request.images, None
+        while True:
+            tables, cached, copies = self.blocks.share_prefix(
+                tokens, sequence.seed, reuse=sequence.request.reuse, limit=limit
+            )
+            limit = cached if images is None else images.whole_begin(cached)
+            if limit == cached or images is None or images.seed:
+                return tables, cached, copies
+            self.blocks.free(tables)
 
     def _lower_priority(self, sequence: RunningSequence) -> RunningSequence | None:
         """The running sequence that gives way to a waiting one; None if all are as important."""
@@ -253,7 +272,8 @@ class Scheduler:
         """Whether a running sequence is about to compute a longer prefix of this one."""
         if not sequence.request.reuse:
             return False
-        here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
+        tokens = sequence.cache_ids
+        here = slice(cached, min(cached + BLOCK, len(tokens) - 1))
         for other in self.running:
             if other.request.priority > sequence.request.priority:
                 continue  # its prompt may have to wait
@@ -262,9 +282,10 @@ class Scheduler:
                     if _wants_snapshot(other, sequence, cached):
                         return True
                     continue
-                same = common_prefix_length(other.tokens[here], sequence.tokens[here])
+                theirs = other.cache_ids
+                same = common_prefix_length(theirs[here], tokens[here])
                 soon = same >= MIN_COPY_TOKENS and other.computed < cached + same
-                if soon and other.tokens[:cached] == sequence.tokens[:cached]:
+                if soon and theirs[:cached] == tokens[:cached]:
                     return True
         return False
 
@@ -298,7 +319,7 @@ class Scheduler:
         assert sequence.block_tables is not None
         self.on_release(sequence)
         if sequence.state_is_known:
-            self.blocks.keep_state(sequence.block_tables, sequence.tokens[: sequence.computed])
+            self.blocks.keep_state(sequence.block_tables, sequence.cache_ids[: sequence.computed])
         self.blocks.free(sequence.block_tables)
         self._free.append(sequence.slot)
         sequence.block_tables, sequence.slot, sequence.computed, sequence.in_flight = None, -1, 0, 0
@@ -314,12 +335,16 @@ class Scheduler:
             # Short enough steps, so that the first prompt has its token soon.
             limit = min(limit, max(self.mixed, min(count for _, count in needed)))
         total = self.fit_batch(min(limit, decoding + total), decoding)
-        budget = max(1, total - decoding)
+        budget, room = max(1, total - decoding), self.sizes[-1] - decoding
         chunks = []
-        for sequence, count in split_budget(needed, budget):
+        for sequence, share in split_budget(needed, budget):
             assert sequence.block_tables is not None
+            count = _whole_images(sequence, share)
+            if count > room:
+                continue
             if not self.blocks.reserve(sequence.block_tables, sequence.computed + count):
                 continue  # all blocks of a sliding-window group are in use for the moment
+            room -= count
             last = sequence.computed + count == len(sequence.tokens)
             chunks.append(PrefillChunk(sequence, sequence.computed, count, last))
         return chunks
@@ -362,6 +387,17 @@ def _first_prompts(
     return prompts, [s for s in micro_batch if not s.prefilling and s.request.priority <= first]
 
 
+def _whole_images(sequence: RunningSequence, count: int) -> int:
+    """Tokens of a chunk that cuts no image whose tokens attend both ways; `count` or near it."""
+    images, begin = sequence.request.images, sequence.computed
+    return count if images is None else images.whole_end(begin, begin + count) - begin
+
+
+def _least_chunk(prompts: Sequence[RunningSequence]) -> int:
+    """Tokens that a chunk of the first of some prompts has at least."""
+    return _whole_images(min(prompts, key=lambda s: s.priority_key), 1)
+
+
 def _computable(sequence: RunningSequence) -> bool:
     """Whether the next call can compute tokens of it."""
     needed = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
@@ -371,7 +407,7 @@ def _computable(sequence: RunningSequence) -> bool:
 def _wants_snapshot(other: RunningSequence, sequence: RunningSequence, cached: int) -> bool:
     """Whether a running prompt will come past a prefix of a sequence; it leaves a snapshot."""
     limit = len(sequence.tokens) - 1
-    same = common_prefix_length(other.tokens, sequence.tokens[:limit])
+    same = common_prefix_length(other.cache_ids, sequence.cache_ids[:limit])
     if same < max(cached + MIN_COPY_TOKENS, other.computed + 1):
         return False
     other.snapshots.add(same)

@@ -165,10 +165,33 @@ class RunningSequence:
         return self.slot if self.request.slot is None else self.request.slot
 
     @property
+    def cache_ids(self) -> list[int]:
+        """Its tokens as the prefix cache knows them: those of images by the images' content."""
+        images = self.request.images
+        if images is None:
+            return self.tokens
+        return [*images.cache_ids, *self.tokens[len(images.cache_ids) :]]
+
+    @property
+    def inputs(self) -> list[int]:
+        """Its tokens as the model is given them."""
+        images = self.request.images
+        if images is None or images.lookup is None:
+            return self.tokens
+        prompt = np.where(images.owner >= 0, images.lookup, self.request.prompt)
+        return [*prompt.tolist(), *self.tokens[len(images.owner) :]]
+
+    @property
     def prefilling(self) -> bool:
         """Whether more than its last token has to be computed before the next can be sampled."""
-        known = self.in_flight == 0 and not self.ended
-        return known and len(self.tokens) - self.computed > 1
+        known, left = self.in_flight == 0 and not self.ended, len(self.tokens) - self.computed
+        return known and (left > 1 or (left == 1 and self._ends_in_image))
+
+    @property
+    def _ends_in_image(self) -> bool:
+        """Whether its last token is an image's, which a decoding step does not compute."""
+        images, last = self.request.images, len(self.tokens) - 1
+        return images is not None and last < len(images.owner) and images.owner[last] >= 0
 
     @property
     def prefill_end(self) -> int:

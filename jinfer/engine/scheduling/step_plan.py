@@ -46,6 +46,15 @@ class StepPlan:
     must_read: bool = False
 
     @property
+    def has_images(self) -> bool:
+        """Whether images change more than the offsets of rotary positions."""
+        return any(
+            c.sequence.request.images is not None
+            and c.sequence.request.images.changes(c.start, c.start + c.count)
+            for c in self.chunks
+        )
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self.chunks or self.decoding)

@@ -167,6 +167,7 @@ type CacheShapes = Mapping[str, CacheShape | StateShape]  # by module name
 ENCODER = "encoder"  # the group of cross-attention
 # key among block tables for the slot and scale of each sequence's adapter, which is no block
 ADAPTER = "adapter"
+OFFSET = "offset"  # likewise, for what a rotary position is above the token's index
 STATE = "state"  # the group of recurrent blocks, whose table has one block a sequence
 
 
