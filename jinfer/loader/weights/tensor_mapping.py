@@ -139,9 +139,11 @@ class Origin:
         if self.place.sum and values.ndim > self.place.sum:
             values = values.sum(axis=self.place.sum, dtype=np.float32)
         # A convolution's kernel as a matrix, or a table of positions on a grid.
-        if len(shape) == 2 < values.ndim and values.size == shape[0] * shape[1]:
-            if values.shape[0] == shape[0] or values.shape[-1] == shape[1]:
-                values = values.reshape(shape)
+        if len(shape) == 2 < values.ndim and shape in (
+            (values.shape[0], values[0].size),
+            (values[..., 0].size, values.shape[-1]),
+        ):
+            values = values.reshape(shape)
         is_vector = len(shape) == 1 and values.size == shape[0]  # some have it in rows of groups
         if is_vector or _without_ones(values.shape) == _without_ones(shape):
             values = values.reshape(shape)
