@@ -40,7 +40,9 @@ DIMS = {
 }
 # Keys without a default.
 GIVEN: dict[str, dict[str, Any]] = {
+    "grid_positions": {"side": 4},
     "latent_attention": {"position": {"kind": "rope", "dim": 4}},
+    "merge": {"size": 2},
     "mix": {"inputs": 2, "outputs": 3},
     "repeat": {"times": 2},
     "select": {"indices": [0, 2]},
