@@ -47,6 +47,7 @@ BOXES = (
     Box("ops", "model", "attention, matmul, MoE, fusion", "6"),
     Box("quant", "model", "formats, packing, GPTQ", "I"),
     Box("template", "file", "chat templates", "2"),
+    Box("images", "file", "patches, placeholders", "2"),
     Box("modelspec", "file", "TOML to ModelSpec", "D"),
     Box("tokenizer", "file", "text and ids", "2 8 B"),
     Box("sandbox disk_cache", "base", "untrusted input, caches"),

@@ -61,8 +61,8 @@ def expand_placeholders(
     name, marker = tokenizer.token(id), image_marker(tokenizer, spec)
     parts = text.split(marker)
     if len(parts) - 1 != len(images):
-        count = f"{len(images)} images are given"
-        raise ImageError(f"the prompt has {len(parts) - 1} places for images ({marker}), {count}")
+        given = f"{len(images)} images are given"
+        raise ImageError(f"the prompt has {len(parts) - 1} places for images ({marker}), {given}")
     pieces, counts = [hide_marker(parts[0], name)], list[tuple[int, int]]()
     for number, (image, after) in enumerate(zip(images, parts[1:], strict=True)):
         for piece in image.layout:

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
 
-from jinfer.images.decode_image import ImageLimits, ImageSource, decode_image, pillow
+from jinfer.images.decode_image import (
+    ImageError,
+    ImageLimits,
+    ImageSource,
+    decode_image,
+    pillow,
+)
 from jinfer.images.size_rules import CanvasPlan, ImagePlan, Pair, ResizeStep, plan_image, unpadded
 from jinfer.modelspec.image_table import ImageLayoutSpec, ImageSpec
 
 if TYPE_CHECKING:
+    from jaxtyping import Float32, Int32, UInt8
     from PIL.Image import Image
 
 NUMBER = "{number}"  # in a layout's texts: the number of the image in its prompt, from 0
@@ -78,10 +84,10 @@ def prepare_image(
     most = spec.max_pixels if limits.max_pixels is None else limits.max_pixels
     image = decode_image(source, ImageLimits(limits.max_bytes, most), spec.alpha)
     plan = plan_image((image.height, image.width), spec)
+    grids = patch_grids(plan, spec)
     tiles = [_patches(t, spec) for canvas in plan.canvases for t in _cut(image, canvas, spec)]
     longest = max(map(len, tiles))
     padded = [np.pad(tile, ((0, longest - len(tile)), (0, 0))) for tile in tiles]
-    grids = patch_grids(plan, spec)
     token_grids = [(rows // spec.merge, columns // spec.merge) for rows, columns in grids]
     order = _feature_order(plan, token_grids)
     return PreparedImage(
@@ -94,12 +100,20 @@ def prepare_image(
 
 
 def patch_grids(plan: ImagePlan, spec: ImageSpec) -> tuple[Pair, ...]:
-    """Return rows and columns of the patches of each tile, in the encoder's order."""
-    return tuple(
-        (canvas.tile[0] // spec.patch, canvas.tile[1] // spec.patch)
-        for canvas in plan.canvases
-        for _ in range(math.prod(canvas.grid))
-    )
+    """Return rows and columns of the patches of each tile, in the encoder's order.
+
+    Raises:
+        ImageError: the rule of sizes does not fit the sizes of patches and tokens.
+    """
+    grids: list[Pair] = []
+    for canvas in plan.canvases:
+        height, width = canvas.tile
+        grid = (height // spec.patch, width // spec.patch)
+        if not all(side and side % spec.merge == 0 for side in grid):
+            token = f"{spec.merge} x {spec.merge} patches of {spec.patch} pixels"
+            raise ImageError(f"a tile of {height} x {width} pixels is not whole tokens of {token}")
+        grids += [grid] * math.prod(canvas.grid)
+    return tuple(grids)
 
 
 def _cut(
@@ -128,24 +142,20 @@ def _cut(
 def _patches(
     tile: UInt8[np.ndarray, "height width 3"], spec: ImageSpec
 ) -> Float32[np.ndarray, "patches values"]:
-    """Normalize a tile and make it patches, rows of `channel`, height and width."""
+    """Make a tile patches, rows of `channel`, height and width, and normalize them."""
     rows, columns = tile.shape[0] // spec.patch, tile.shape[1] // spec.patch
     merge = spec.merge if spec.order == "merged" else 1
-    values = _normalized(tile[: rows * spec.patch, : columns * spec.patch], spec)
+    last = spec.channel == "last"
     shape = (rows // merge, merge, spec.patch, columns // merge, merge, spec.patch, 3)
-    inner = (2, 5, 6) if spec.channel == "last" else (6, 2, 5)
-    return values.reshape(shape).transpose(0, 3, 1, 4, *inner).reshape(rows * columns, -1)
-
-
-def _normalized(
-    pixels: UInt8[np.ndarray, "height width 3"], spec: ImageSpec
-) -> Float32[np.ndarray, "height width 3"]:
-    """Apply factor, mean and deviation, by a table of the 256 values of each channel."""
+    blocks = tile[: rows * spec.patch, : columns * spec.patch].reshape(shape)
+    blocks = blocks.transpose(0, 3, 1, 4, *((2, 5, 6) if last else (6, 2, 5)))
     kind = ml_dtypes.bfloat16 if spec.rounding == "bfloat16" else np.float32
-    values = (np.arange(256, dtype=np.float32) * np.float32(spec.factor)).astype(kind)[:, None]
-    centred = (values - np.array(spec.mean, kind)).astype(kind)
-    table = (centred / np.array(spec.std, kind)).astype(kind).astype(np.float32)
-    return table[pixels, np.arange(3)]
+    pixels = blocks.reshape(rows * columns, *((-1, 3) if last else (3, -1)))
+    values = (pixels * np.float32(spec.factor)).astype(kind, copy=False)
+    mean, std = (np.array(each, kind) for each in (spec.mean, spec.std))
+    values -= mean if last else mean[:, None]
+    values /= std if last else std[:, None]
+    return values.reshape(rows * columns, -1).astype(np.float32, copy=False)
 
 
 def _feature_order(plan: ImagePlan, grids: list[Pair]) -> Int32[np.ndarray, "tokens 2"]:
@@ -189,17 +199,13 @@ def _layout(
 
 def _tiles(grids: Sequence[Pair], canvas: CanvasPlan, layout: ImageLayoutSpec) -> list[str | int]:
     pieces: list[str | int] = []
-    for row in range(canvas.grid[0]):
-        for column in range(canvas.grid[1]):
-            if row or column:
-                pieces.append(layout.between_tiles if column else layout.between_rows)
-            features = _lines(grids[row * canvas.grid[1] + column], layout)
-            names: _Parts = {
-                "features": features,
-                "row": [f"{row + 1}"],
-                "column": [f"{column + 1}"],
-            }
-            pieces += _filled(layout.tile, names)
+    for number, grid in enumerate(grids[: math.prod(canvas.grid)]):
+        row, column = divmod(number, canvas.grid[1])
+        if number:
+            pieces.append(layout.between_tiles if column else layout.between_rows)
+        counts = {"row": row, "column": column, "tile": number}
+        names = {name: [str(count + 1)] for name, count in counts.items()}
+        pieces += _filled(layout.tile, {"features": _lines(grid, layout), **names})
     return pieces
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from jinfer.images.decode_image import ImageError
 from jinfer.modelspec.image_table import (
-    MAX_SIDE,
     AreaTilesSpec,
     AspectTilesSpec,
     CanvasTilesSpec,
@@ -35,7 +34,8 @@ from jinfer.modelspec.image_table import (
 type Pair = tuple[int, int]  # (height, width), or (rows, columns)
 
 MAX_RATIO = 200  # of the sides of an image whose tokens follow its ratio
-_MAX_LONGEST = 4096  # pixels of a side before it is cut into tiles
+MAX_AREA = 1 << 25  # pixels of an image while it is processed
+_MAX_LONGEST = 4096  # pixels of a side before it is cut into tiles or padded
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,11 @@ def plan_image(size: Pair, spec: ImageSpec) -> ImagePlan:
     Raises:
         ImageError: the image is too long and narrow for the rule.
     """
-    return RULES[type(spec.resize)](size, spec.resize, spec)
+    plan = RULES[type(spec.resize)](size, spec.resize, spec)
+    areas = (math.prod(step.size) for canvas in plan.canvases for step in canvas.steps)
+    if max(areas) > MAX_AREA:
+        raise _too_narrow(size)
+    return plan
 
 
 def _resized(*sizes: Pair) -> ImagePlan:
@@ -125,7 +129,6 @@ def _fixed(size: Pair, rule: FixedSizeSpec, spec: ImageSpec) -> ImagePlan:
 def _centre_crop(size: Pair, rule: CentreCropSpec, spec: ImageSpec) -> ImagePlan:
     height, width = size
     longer = int(rule.shortest * max(size) / min(size))
-    _check_sides((longer,), size)
     resized = (rule.shortest, longer) if height <= width else (longer, rule.shortest)
     offset = (int((rule.crop - resized[0]) / 2), int((rule.crop - resized[1]) / 2))
     place = PlaceStep((rule.crop, rule.crop), offset)
@@ -133,10 +136,12 @@ def _centre_crop(size: Pair, rule: CentreCropSpec, spec: ImageSpec) -> ImagePlan
 
 
 def _pad_square(size: Pair, rule: SquarePadSpec, spec: ImageSpec) -> ImagePlan:
-    side = max(size)
-    _check_ratio(size)
-    place = PlaceStep((side, side), ((side - size[0]) // 2, (side - size[1]) // 2), mean=True)
-    return ImagePlan(CanvasPlan((place, ResizeStep((rule.side, rule.side)))))
+    # A square of the longer side may be far larger than the image.
+    shrunk = size if max(size) <= _MAX_LONGEST else _keeping_ratio(size, _MAX_LONGEST, even=False)
+    side = max(shrunk)
+    offset = ((side - shrunk[0]) // 2, (side - shrunk[1]) // 2)
+    steps = (ResizeStep(shrunk), PlaceStep((side, side), offset, mean=True))
+    return ImagePlan(CanvasPlan((*steps, ResizeStep((rule.side, rule.side)))))
 
 
 def smart_size(size: Pair, rule: SmartSizeSpec) -> Pair:
@@ -272,7 +277,6 @@ def _area_size(size: tuple[float, float], rule: AreaTilesSpec, *, enlarge: bool)
         width = int(height * ratio)
     factor = rule.factor
     high, wide = (max(round(side / factor) * factor, factor) for side in (height, width))
-    _check_sides((high, wide), size)
     return high, wide
 
 
@@ -379,13 +383,9 @@ def _round_up(side: int, factor: int) -> int:
 
 def _check_ratio(size: Pair) -> None:
     if max(size) / min(size) > MAX_RATIO:
-        raise ImageError(
-            f"the image is too long and narrow ({size[1]} x {size[0]} pixels); "
-            f"the longer side may be {MAX_RATIO} times the shorter one"
-        )
+        raise _too_narrow(size)
 
 
-def _check_sides(sides: tuple[int, ...], size: tuple[float, float]) -> None:
-    if max(sides) > MAX_SIDE:
-        height, width = map(round, size)
-        raise ImageError(f"the image is too long and narrow ({width} x {height} pixels); crop it")
+def _too_narrow(size: Pair) -> ImageError:
+    shown = f"{size[1]} x {size[0]} pixels"
+    return ImageError(f"the image is too long and narrow for the model ({shown}); crop it")

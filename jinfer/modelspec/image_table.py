@@ -281,7 +281,7 @@ class ImageLayoutSpec:
         image: what replaces it: `{features}` are all placeholders, `{tiles}` those of the tiles,
             `{overview}` those of the overview, `{number}` counts the images of a prompt from 0.
         single: the same for an image of one tile, which is its `{overview}`; none: as `image`.
-        tile: the text of a tile, with `{features}`, `{row}` and `{column}` from 1.
+        tile: the text of a tile, with `{features}`, `{row}`, `{column}` and `{tile}` from 1.
         between_tiles: what separates the tiles of a row.
         between_rows: what separates rows of tiles.
         between_lines: what separates rows of placeholders.
@@ -297,7 +297,7 @@ class ImageLayoutSpec:
 
 
 _WHOLE = ("features", "tiles", "overview", "number")
-_PLACES = {"image": _WHOLE, "single": _WHOLE, "tile": ("features", "row", "column")}
+_PLACES = {"image": _WHOLE, "single": _WHOLE, "tile": ("features", "row", "column", "tile")}
 
 
 @dataclass(frozen=True)

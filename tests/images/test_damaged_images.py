@@ -1,6 +1,7 @@
 """Damaged image files: a line or an image, soon, in little memory."""
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,5 +76,5 @@ def test_damaged_files(count: int, tmp_path: Path) -> None:
     for number in range(count):
         data = _damaged(chance.choice(files), files, chance)
         path.write_bytes(data)
-        endures(lambda data=data, number=number: prepare(data, number), (ImageError,), path)
+        endures(partial(prepare, data, number), (ImageError,), path)
     assert 0.3 < refused / count < 1

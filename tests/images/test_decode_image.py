@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_bombs_take_no_memory(size: tuple[int, int], tmp_path: Any) -> None:
         path.write_bytes(file)
         with pytest.raises(ImageError):
             decoded(file, limits=ImageLimits(max_pixels=1 << 26))
-        endures(lambda file=file: decoded(file), (ImageError,), path)
+        endures(partial(decoded, file), (ImageError,), path)
 
 
 def _empty_gif(width: int, height: int) -> bytes:

@@ -50,6 +50,8 @@ CANVAS = {"resize": {"kind": "canvas_tiles", "tile": 2, "max_tiles": 6}}
         ({"image": "{features}"}, TILES, (4 + 4 * 7,)),
         ({"image": "{overview}|{tiles}", "tile": "<{row}{column}>{features}"},
          CANVAS, (4, "|<11>", 4, "<12>", 4, "<13>", 4, "<21>", 4, "<22>", 4, "<23>", 4)),
+        ({"image": "{tiles}", "tile": "T{tile}{features}"},
+         {"resize": {"kind": "canvas_tiles", "tile": 4, "max_tiles": 2}}, ("T1", 16, "T2", 16)),
         ({"image": "{tiles}{overview}", "between_tiles": ",", "between_rows": ";"},
          CANVAS, (4, ",", 4, ",", 4, ";", 4, ",", 4, ",", 8)),
     ],

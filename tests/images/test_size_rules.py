@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jinfer.images import ImageError, prepare_image
 from jinfer.images.size_rules import (
+    MAX_AREA,
     RULES,
     ImagePlan,
     PlaceStep,
@@ -22,7 +23,7 @@ from tests.hostile import many
 from tests.images.image_goldens import NAMES, image_spec, read_spec
 
 SIDES = st.one_of(st.integers(1, 64), st.integers(1, 5000), st.sampled_from([1, 2, 336, 20000]))
-OVERVIEW = {"kind": "smart", "factor": 32, "min_pixels": 65536, "max_pixels": 262144}
+SMALLER: dict[str, Any] = {"factor": 32, "min_pixels": 65536, "max_pixels": 262144}
 RULE_TABLES: dict[str, dict[str, Any]] = {
     "fixed": {"side": 32},
     "centre_crop": {"shortest": 36, "crop": 32},
@@ -81,7 +82,7 @@ def test_tiles_are_whole_and_bounded(kind: str, height: int, width: int) -> None
     for canvas in plan.canvases:
         for step in canvas.steps:
             assert min(step.size) >= 1
-            assert max(step.size) <= 1 << 15
+            assert math.prod(step.size) <= MAX_AREA
         rows, columns = canvas.grid
         high, wide = canvas.steps[-1].size
         assert high % rows == wide % columns == 0
@@ -168,14 +169,20 @@ def test_aspect_tiles_have_the_nearest_ratio(height: int, width: int) -> None:
 @many(100)
 @given(SIDES, SIDES)
 def test_small_images_have_no_tiles(height: int, width: int) -> None:
-    keys = {"min_tiles": 2, "max_tiles": 10, "tile": 512, "large": 2.0, "overview": OVERVIEW}
+    keys = {
+        "min_tiles": 2,
+        "max_tiles": 10,
+        "tile": 512,
+        "large": 2.0,
+        "overview": {"kind": "smart", **SMALLER},
+    }
     plan = planned((height, width), spec_of("aspect_tiles", **keys, patch=16))
     if plan is None:
         return
     rounded = [max(16, round(side / 32) * 32) for side in (height, width)]
     assert (plan.tiles is None) == (rounded[0] * rounded[1] <= 2 * 262144)
     assert plan.overview is not None
-    assert plan.overview.tile == final((height, width), spec_of(**OVERVIEW))
+    assert plan.overview.tile == final((height, width), spec_of("smart", **SMALLER))
 
 
 @many(100)
@@ -296,6 +303,14 @@ def test_canvas_tiles_scale_least(height: int, width: int, enlarge: bool) -> Non
         )
 
 
+@pytest.mark.parametrize(("side", "merge"), [(13, 1), (42, 2)])
+def test_tiles_are_whole_tokens(side: int, merge: int) -> None:
+    resize = {"kind": "fixed", "side": side}
+    spec = read_spec({"placeholder": 5, "patch": 14, "merge": merge, "resize": resize}, {})
+    with pytest.raises(ImageError, match=f"a tile of {side} x {side} pixels is not whole tokens"):
+        prepare_image(np.zeros((50, 50, 3), np.uint8), spec)
+
+
 def test_centre_crop() -> None:
     for size, resized, offset in (
         ((100, 200), (36, 72), (-2, -20)),
@@ -319,10 +334,19 @@ def test_square_has_the_mean_colour() -> None:
     assert rows[1:3].max() == 0
 
 
-def test_narrow_images_are_refused() -> None:
-    for kind in ("smart", "pad_square"):
-        with pytest.raises(ImageError, match="too long and narrow"):
-            plan_image((1, 5000), spec_of(kind))
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("smart", (1, 5000)), ("centre_crop", (10**7, 1))],
+)
+def test_narrow_images_are_refused(kind: str, size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError, match="too long and narrow"):
+        plan_image(size, spec_of(kind))
+
+
+def test_a_long_image_is_shrunk_before_it_is_padded() -> None:
+    first, second, _ = plan_image((100, 60000), spec_of("pad_square")).canvases[0].steps
+    assert first.size == (6, 4096)
+    assert second == PlaceStep((4096, 4096), (2045, 0), mean=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
