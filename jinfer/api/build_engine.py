@@ -33,7 +33,7 @@ from jinfer.loader.open_model import Opened
 from jinfer.loader.weights import load_weights
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
-from jinfer.loader.weights.read_weights import on_device
+from jinfer.loader.weights.read_weights import Put, on_device
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
@@ -97,7 +97,8 @@ def _feature_place(stem: Formula) -> str:
 
 def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: bool = False) -> None:
     """Gives an encoder of images its weights."""
-    device, put = encoder.runner.programs.device, on_device
+    device = encoder.runner.programs.device
+    put: Put = on_device
     if device is not None:
         from jinfer.speculate.draft_model import put_on
 

@@ -39,6 +39,7 @@ from jinfer.loader.model_files import (
     AdapterFile,
     ModelFiles,
     adapter_files,
+    mmproj_path,
     read_spec_file,
     tokenizer_path,
     with_own_heads,
@@ -215,13 +216,23 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
         from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
 
         checkpoint = decode_quantized(checkpoint, quant_settings(config, path))
+    images = mmproj_path(files, checkpoint, overrides)
+    mmproj = None if images is None else open_checkpoint(images)
+    if mmproj is not None:
+        config = {k: v for k, v in mmproj.metadata.items() if k.startswith("clip.")} | dict(config)
     return ModelFiles(
-        **vars(files), checkpoint=checkpoint, config=config, multimodal=multimodal(whole)
+        **vars(files),
+        checkpoint=checkpoint,
+        config=config,
+        multimodal=multimodal(whole),
+        mmproj=mmproj,
     )
 
 
 def image_checkpoint(files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
     """Return the tensors of a model's encoder of images and of what else its text does not need."""
+    if files.mmproj is not None:
+        return files.mmproj
     if files.multimodal is not None:
         return files.multimodal.others(files.checkpoint)
     if spec.vision is None:

@@ -122,8 +122,8 @@ class Attention(GatedHeads):
             if self.block.grid_window is not None:
                 assert batch.grid is not None, "only patches are on a grid"
                 windows = GridWindows.of(batch.grid, self.block.grid_window)
-                parts = (windows.split(part) for part in (q, k, v))
-                return windows.join(attend_text(*parts, windows.lengths, rules)), None
+                q, k, v = windows.split(q), windows.split(k), windows.split(v)
+                return windows.join(attend_text(q, k, v, windows.lengths, rules)), None
             out = attend_text(q, k, v, batch.lengths, rules)
             return tap_text_pattern(out, q, k, v, batch.lengths, rules), None
         index = None if self.block.own_indexer is None else self.indexer(x, x, batch)

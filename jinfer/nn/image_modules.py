@@ -210,7 +210,7 @@ class GridRotary(Rotary):
     block: GridRopeSpec  # type: ignore[assignment]
 
     def __init__(self, block: GridRopeSpec) -> None:
-        self.block, self.has_factors = block, False  # type: ignore[assignment]
+        self.block, self.has_factors = block, False
 
     def __call__(
         self, x: Float[Array, "tiles tokens width"], cos_sin: CosSin, size: int

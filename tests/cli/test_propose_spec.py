@@ -22,7 +22,7 @@ SOURCES = {
     folder.name: next(folder.glob("*.gguf"), folder)
     for folder in sorted(GOLDENS.iterdir())
     if any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "gguf"))
-    if not folder.name.startswith("tok_") and folder.name != "vocab"
+    if not folder.name.startswith(("tok_", "vlm_")) and folder.name != "vocab"
 }
 # Comments of their proposals name all that has no place in them.
 NAMED = {"bert_cls", "dbrx", "hunyuan_dense", "llama4", "modernbert_decoder"}

@@ -27,7 +27,7 @@ def drawn_request(llm: LLM, rng: random.Random) -> Asked:
         chosen = CHOSEN[0]
     params = SamplingParams(
         **{
-            "max_tokens": rng.randint(1, 20),
+            "max_tokens": rng.randint(1, 100),
             "ignore_eos": True,
             "seed": rng.randrange(99),
             **chosen,
@@ -50,7 +50,7 @@ def schedules(name: str, count: int, seed: int, **overrides: Any) -> None:
         every = [drawn_request(alone, rng) for _ in range(min(count, 24))]
         for one in every:
             answer_alone(alone, one)
-    small = {"engine.slots": 5, "engine.kv_tokens": CONTEXT + 64, "engine.prefill_chunk": 80}
+    small = {"engine.slots": 6, "engine.kv_tokens": CONTEXT + 64, "engine.prefill_chunk": 80}
     drafting = {
         "engine.slots": 3,
         "engine.mixed_chunk": 20,
@@ -69,7 +69,7 @@ def schedules(name: str, count: int, seed: int, **overrides: Any) -> None:
     assert drafted, "prompts that repeat were meant to be drafted from"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[:2])
 def test_images_in_any_schedule(name: str) -> None:
     schedules(name, 15, 1)
 

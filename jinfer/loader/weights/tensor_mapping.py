@@ -138,8 +138,12 @@ class Origin:
         shape = shapes[self.parameter][self.stacked :]
         if self.place.sum and values.ndim > self.place.sum:
             values = values.sum(axis=self.place.sum, dtype=np.float32)
-        if len(shape) == 2 and values.ndim > 2 and len(values) == shape[0]:  # of a convolution
-            values = values.reshape(shape[0], -1)
+        # A convolution's kernel as a matrix, or a table of positions on a grid.
+        if len(shape) == 2 < values.ndim and shape in (
+            (values.shape[0], values[0].size),
+            (values[..., 0].size, values.shape[-1]),
+        ):
+            values = values.reshape(shape)
         is_vector = len(shape) == 1 and values.size == shape[0]  # some have it in rows of groups
         if is_vector or _without_ones(values.shape) == _without_ones(shape):
             values = values.reshape(shape)
