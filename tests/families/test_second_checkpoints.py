@@ -21,7 +21,7 @@ KEY = re.compile(r"\$(\w+(?:\.\w+)*)")
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, 1, 1.0, [], {})
 OFF: set[str] = {json.dumps(value) for value in _OFF}
 # Rounding is magnified: of T5's own reference in float32 it is 7e-4, of Zamba2's 1e-4.
-ROUNDED = {"t5": 3e-3, "zamba2": 1e-3, "qwen3_next": 6e-4, "recurrent_gemma": 2e-3}
+ROUNDED = {"t5": 3e-3, "zamba2": 1e-3, "qwen3_next": 6e-4}
 
 
 @pytest.mark.parametrize("name", second.names())
