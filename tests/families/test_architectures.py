@@ -27,7 +27,16 @@ FILE = Path(__file__).with_name("architectures.npz")
 ANSWER = [2, 7, 11, 20]  # what the decoder of an encoder-decoder is given
 FAMILIES = (
     *("axk1", "bailing_hybrid", "bailing_moe", "bailing_moe_v2", "bart_decoder", "bert_generation"),
-    *("big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot_small", "ctrl", "cwm"),
+    *(
+        "big_bird",
+        "bigbird_pegasus",
+        "biogpt",
+        "blenderbot",
+        "blenderbot_small",
+        "ctrl",
+        "cwm",
+        "deberta",
+    ),
     *("data2vec_text", "deci", "diffllama", "emu3", "ernie", "esm", "esmc", "flex_olmo", "fsmt"),
     *("gemma4_unified", "gpt_neox_japanese", "granite_moe_shared", "granite_moe_swa", "hrm_text"),
     *("hunyuan_moe", "hy_v3", "ibert", "jais2", "laguna", "layoutlm", "led", "longcat_flash"),
