@@ -41,7 +41,18 @@ FAMILIES = (
     *("gemma4_unified", "gpt_neox_japanese", "granite_moe_shared", "granite_moe_swa", "hrm_text"),
     *("hunyuan_moe", "hy_v3", "ibert", "jais2", "laguna", "layoutlm", "led", "longcat_flash"),
     *("longformer", "longt5", "luke", "megatron_bert", "mellum", "ministral", "mvp"),
-    *("openai_gpt", "plbart", "qwen", "rembert", "roberta_prelayernorm", "sarvam_mla", "ultrabert"),
+    *(
+        "openai_gpt",
+        "openelm",
+        "pangu_embedded",
+        "plbart",
+        "qwen",
+        "rembert",
+        "roberta_prelayernorm",
+        "sarvam_mla",
+        "telechat2",
+        "ultrabert",
+    ),
     *("xlm", "xlm_roberta_xl"),
 )
 ROTARY = ("rope_theta", "partial_rotary_factor")
