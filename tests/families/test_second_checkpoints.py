@@ -13,6 +13,7 @@ from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, read_toml
 from tests.families import second_checkpoints as second
+from tests.families import test_architectures as architectures
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 UNHELD = Path(__file__).with_name("unheld_keys.json")
@@ -116,6 +117,8 @@ def _configs() -> Iterator[dict[str, Any]]:
                 yield json.loads(str(stored[key]))["config"]
     for name in second.names():
         yield second.made(name)["config"]
+    for name in architectures.NAMES:
+        yield architectures.made(name)["config"]
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
