@@ -110,7 +110,7 @@ def _rows(architectures: Iterable[str]) -> list[Row]:
 
 
 @cache
-def _families() -> dict[str, list[str]]:
+def architecture_families() -> dict[str, list[str]]:
     """Architectures -> the families that name them in `[match]`."""
     found = defaultdict(list)
     for family, path in families().items():
@@ -120,7 +120,8 @@ def _families() -> dict[str, list[str]]:
 
 
 @cache
-def _gguf_families() -> dict[str, list[str]]:
+def gguf_families() -> dict[str, list[str]]:
+    """llama.cpp's names -> the families that name them in `[match]`."""
     found = defaultdict(list)
     for family, path in families().items():
         for name in read_toml(path).get("match", {}).get("gguf", []):
@@ -138,7 +139,11 @@ def _aliases(architecture: str) -> Iterator[str]:
 def _family_of(architecture: str) -> str:
     if (missing := lists()["missing"].get(architecture)) is not None:
         return str(missing)
-    names = [family for alias in _aliases(architecture) for family in _families().get(alias, [])]
+    names = [
+        family
+        for alias in _aliases(architecture)
+        for family in architecture_families().get(alias, [])
+    ]
     if names:
         return ", ".join(f"`{name}`" for name in sorted(set(names)))
     if architecture in format_table("multimodal")["architectures"]:
@@ -161,7 +166,7 @@ def _goldens() -> dict[str, str]:
 
     for path in sorted((_TESTS / "goldens").glob("*/config.json")):
         add(json.loads(path.read_text()), path.parent.name)
-    for file in ("transformers_logits", "second_checkpoints", "multimodal_logits"):
+    for file in ("architectures", "transformers_logits", "second_checkpoints", "multimodal_logits"):
         with np.load(_TESTS / "families" / f"{file}.npz") as stored:
             for key in filter(lambda key: key.endswith(".made"), stored):
                 made = stored[key]
@@ -187,7 +192,7 @@ def _gguf_goldens() -> dict[str, str]:
 
 
 def _gguf_row(name: str) -> Row:
-    names = _gguf_families().get(name, [])
+    names = gguf_families().get(name, [])
     checks = [check for family in names if (check := _gguf_goldens().get(family))]
     headers = (_TESTS / "families" / "gguf_headers.json").read_text()
     numpy = "NumPy" if f'"{name}"' in _tests() else "header" if f'"{name}"' in headers else ""
