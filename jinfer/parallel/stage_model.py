@@ -248,7 +248,8 @@ def decoder_forward(
 
 def with_own_images(batch: FlatBatch, stage: PipelineStage) -> FlatBatch:
     """A flat batch with the features that enter in a stage, by its own numbers of layers."""
-    if (images := batch.tables.get(IMAGES)) is None:
+    images: Any = batch.tables.get(IMAGES)
+    if images is None:
         return batch
     part = stage.model.slice
     layers = part.layers["decoder"]
