@@ -36,7 +36,8 @@ from jinfer.quant.quantize_matrix import Method
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
-QUICK = ("rtn", "mse")  # "gptq" takes a minute or more for each format
+# GPTQ (`jinfer.quant.gptq`) takes a minute or more for each format.
+QUICK = ("rtn", "mse")
 _HEADS = ("engine", "weights", "bits/weight", "error", "perplexity", "divergence", "same token")
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
