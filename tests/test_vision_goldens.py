@@ -45,7 +45,8 @@ def values(name: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def llm(name: str) -> Iterator[LLM]:
-    with LLM(GOLDENS / f"vlm_{name}", dtype="float32", **{"engine.slots": 2}) as llm:
+    keys: dict[str, Any] = {"dtype": "float32", "engine.slots": 2}
+    with LLM(GOLDENS / f"vlm_{name}", **keys) as llm:
         yield llm
 
 

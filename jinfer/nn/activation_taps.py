@@ -31,6 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jinfer.nn.tensor_parallel import resolve_all_reduce
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -129,6 +131,8 @@ class Tapping:
         return self.value(name, out)
 
     def _value(self, full: str, value: Any) -> Any:
+        if full in self.taps.edits:
+            value = resolve_all_reduce(value)
         if not isinstance(value, Array) or not jnp.issubdtype(value.dtype, jnp.floating):
             return value  # a scalar, or tokens
         if (edits := self.taps.edits.get(full)) is not None:

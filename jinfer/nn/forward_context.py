@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -154,7 +154,7 @@ class ForwardBatch(NamedTuple):
         if (slots := blocks.pop(ADAPTER, None)) is not None:
             adapters = row_adapters(slots, rows)
         capture, requested = take_row_edits(blocks, rows, positions)
-        images: ImageRows | None = blocks.pop(IMAGES, None)
+        images = cast("ImageRows | None", blocks.pop(IMAGES, None))
         edits = requested if images is None else images.before(requested)
         taps = ActivationTaps(capture, edits) if capture or edits else None
         rotary = None

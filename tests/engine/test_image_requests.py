@@ -85,7 +85,7 @@ def test_prefix_cache_knows_images_by_content(llm: LLM) -> None:
     assert cached(llm, other) == len(first[0]) - 1
     # The same image elsewhere, of other features before it, or two in another order.
     assert cached(llm, laid(llm, [TEXT[100:180], (Drawn(1, 60), 6, 1), after])) == 0
-    both = [before, (Drawn(1, 60), 6, 1), (Drawn(2, 60), 6, 1), after]
+    both: list[Any] = [before, (Drawn(1, 60), 6, 1), (Drawn(2, 60), 6, 1), after]
     assert cached(llm, laid(llm, both)) == 140
     assert cached(llm, laid(llm, [before, both[2], both[1], after])) == 140
     # A text of the same length as an image is none.
