@@ -35,10 +35,10 @@ _STDOUT = "-"
 
 def command(
     description: str, *arguments: Callable[[Any], Any], **how: Any
-) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[Sequence[str] | None], int]]:
+) -> Callable[[Callable[[argparse.Namespace], int]], Callable[..., int]]:
     """Makes a function of parsed options a command; see `run`."""
 
-    def made(work: Callable[[argparse.Namespace], int]) -> Callable[[Sequence[str] | None], int]:
+    def made(work: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
         def main(words: Sequence[str] | None = None) -> int:
             spec = sys.modules[work.__module__].__spec__  # of `__main__` too
             assert spec is not None, "a command is in a module"

@@ -230,7 +230,7 @@ async def forward(
         raise _gone() from error
     started = begun is not None
     try:
-        writer.write(_question(request, body, id) + body)
+        writer.write(_request_head(request, body, id) + body)
         status, headers = await _response_head(reader)
         if begun is not None and status != 200:
             whole = b"".join([piece async for piece in _body(reader, headers)])
@@ -280,7 +280,7 @@ async def _end(
     return reason
 
 
-def _question(request: Request, body: bytes, id: str) -> bytes:
+def _request_head(request: Request, body: bytes, id: str) -> bytes:
     """Format the request line and headers."""
     query = f"?{request.url.query}" if request.url.query else ""
     headers = {name: value for name, value in request.headers.items() if name not in _OWN}
