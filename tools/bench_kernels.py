@@ -25,11 +25,10 @@ from jax import Array, lax
 from jinfer.cli.run_command import JSON, command, write_json
 from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas import (
-    Backend,
     PackedKV,
     PackedMatrix,
     QueryBatch,
@@ -148,9 +147,7 @@ def scattered_tables(rows: int, length: int) -> Array:
     return order.reshape(rows, length // TOKENS)
 
 
-def time_attention(
-    kind: str, context: int, decoding: int, prompt: int, backend: Backend
-) -> tuple[float, int]:
+def time_attention(kind: str, context: int, decoding: int, prompt: int) -> tuple[float, int]:
     """Seconds of attention with 32 query heads over 8 key heads, and the bytes it must read.
 
     Args:
@@ -173,7 +170,7 @@ def time_attention(
     def attentions(q: Array, keys: PackedKV, values: PackedKV) -> Array:
         def step(i: Array, q: Array) -> Array:
             at = QueryBatch(row + i * sequences, last, jnp.zeros_like(last), last, tables)
-            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend=backend)
+            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend="triton")
             # The next must wait for this one.
             return q + (out * 1e-9).astype(q.dtype)
 
@@ -210,11 +207,9 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
                 )
     print("cache  attention over 16,384: decoding, tokens of a prompt, µs, GB/s, of copy")
     result["attention"] = []
-    # XLA would gather all keys of every token; of the kinds Mosaic's kernel takes two.
-    attention: Backend = "mosaic" if backend == "mosaic" else "triton"
-    caches = [kind for kind in caches if attention == "triton" or kind in ("bf16", "f16")]
+    # Not in XLA, which would gather all keys of every token.
     for kind, (decoding, prompt) in itertools.product(caches, ATTENTION_BATCHES):
-        took, size = time_attention(kind, 1 << 14, decoding, prompt, attention)
+        took, size = time_attention(kind, 1 << 14, decoding, prompt)
         row = {"cache": kind, "decoding": decoding, "prompt": prompt}
         result["attention"].append({**row, "seconds": took, "bytes": size})
         print(
@@ -229,7 +224,7 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
     JSON,
     argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS]),
     argument("--rows", nargs="+", type=int, default=list(ROWS)),
-    argument("--backend", choices=["triton", "mosaic", "xla"], default="triton"),
+    argument("--backend", choices=["triton", "xla"], default="triton"),
     argument("--caches", nargs="*", choices=CACHES, default=list(CACHES)),
 )
 def main(options: argparse.Namespace) -> int:

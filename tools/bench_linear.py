@@ -18,9 +18,9 @@ import numpy as np
 
 from jinfer.cli.run_command import JSON, command, write_json
 from jinfer.cli.terminal.argument_parser import argument
-from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.matmul.matmul import linear
 from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty_tensor
+from jinfer.quant_format import parse_format
 
 _SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
 _BYTES = 256 << 20  # of all matrices of a shape

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import RequestError
-from jinfer.html.html_table import details_html, table_html
+from jinfer.html.html_page import details_html, table_html
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 

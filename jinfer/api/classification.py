@@ -15,7 +15,7 @@ from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
 from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
-from jinfer.html.html_table import table_html
+from jinfer.html.html_page import table_html
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.loader.config.pooling_config import cut
 

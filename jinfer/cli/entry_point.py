@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.startup.imports import gc_paused, importing
+from jinfer.startup import gc_paused, importing
 
 
 @dataclass(frozen=True)

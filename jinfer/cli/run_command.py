@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinfer import progress
 from jinfer.api.user_errors import USER_ERRORS
@@ -33,12 +33,18 @@ _FLAGS = ("json", "svg", "html", "propose_spec", "draft")  # that name a file to
 _STDOUT = "-"
 
 
+class Command(Protocol):
+    """A command: takes its arguments (None: those of the process), returns its exit status."""
+
+    def __call__(self, words: Sequence[str] | None = None) -> int: ...
+
+
 def command(
     description: str, *arguments: Callable[[Any], Any], **how: Any
-) -> Callable[[Callable[[argparse.Namespace], int]], Callable[..., int]]:
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
     """Makes a function of parsed options a command; see `run`."""
 
-    def made(work: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
+    def made(work: Callable[[argparse.Namespace], int]) -> Command:
         def main(words: Sequence[str] | None = None) -> int:
             spec = sys.modules[work.__module__].__spec__  # of `__main__` too
             assert spec is not None, "a command is in a module"

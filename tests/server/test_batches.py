@@ -320,8 +320,8 @@ def test_a_model_in_a_process_of_its_own(tmp_path: Path) -> None:
 
         @contextlib.asynccontextmanager
         async def use(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
-            if self.one.name:
-                raise RunsElsewhereError(self.one)
+            if self.item.name:
+                raise RunsElsewhereError(self.item)
             yield
 
         @contextlib.asynccontextmanager

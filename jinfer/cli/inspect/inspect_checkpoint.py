@@ -29,7 +29,7 @@ from jinfer.cli.propose.propose_spec import IRRELEVANT, propose_spec
 from jinfer.cli.propose.tensor_roles import roles_of
 from jinfer.cli.run_command import SET, SOURCE, command, overrides_of
 from jinfer.cli.terminal.argument_parser import argument
-from jinfer.html.html_table import rounded, table_html
+from jinfer.html.html_page import rounded, table_html
 from jinfer.loader.checkpoint import Tensor
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.model_files import ModelFiles

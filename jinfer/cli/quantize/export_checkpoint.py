@@ -285,7 +285,7 @@ def _origin(plan: WeightPlan, name: str) -> Origin:
 def _is_taken(
     layout: str, origin: Any, role: Role, format: QuantFormat, shapes: Mapping[str, Any]
 ) -> bool:
-    place, file = origin.place, origin.files[0]
+    place, file = origin.place, origin.tensors[0]
     whole = not place.parts or (place.groups == 1 and place.axis == 0 and not origin.stacked)
     if not origin.is_rows(shapes) or not whole or file.shape[-1] % format.block:
         return False
@@ -313,7 +313,7 @@ def export(
     planned = {
         file.name: plan.storages[name].format
         for name in plan.storages
-        for file in _origin(plan, name).files
+        for file in _origin(plan, name).tensors
     }
     copied = [tensor for name, tensor in tensors.items() if name not in planned]
     if layout != "gguf":
@@ -334,7 +334,7 @@ def _written(
     for name, parameter in parameters:
         if isinstance(parameter, QuantizedTensor) and name in plan.storages:
             origin = _origin(plan, name)
-            for number, file in enumerate(origin.files):
+            for number, file in enumerate(origin.tensors):
                 parts = origin.place.parts or (name,)
                 own = parameter[number] if origin.stacked else parameter
                 waiting[file.name][name] = codes_of(own)

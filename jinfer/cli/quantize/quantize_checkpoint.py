@@ -189,7 +189,7 @@ def done(
         return WrittenParameter(str(tensor.dtype), count, tensor.nbytes)
     if storage.as_in_file:
         return WrittenParameter(
-            f"{origin.files[0].type} as it was", count, tensor.nbytes, ErrorSums(1.0)
+            f"{origin.tensors[0].type} as it was", count, tensor.nbytes, ErrorSums(1.0)
         )
     label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
     return WrittenParameter(label, count, tensor.nbytes, measured)

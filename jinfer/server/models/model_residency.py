@@ -26,7 +26,7 @@ from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails, details_of
 from jinfer.server.models.model_worker import ModelWorker
 from jinfer.server.models.served_model import ServedModel
-from jinfer.startup.thread_priority import lower_priority
+from jinfer.startup import lower_priority
 
 _log = logging.getLogger("jinfer.server")
 type Opened = tuple[LLM | ModelWorker, ModelDetails]
