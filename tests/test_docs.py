@@ -63,7 +63,9 @@ NOT_RUN = {
     "pytest tests/sampling/test_samplers.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
+    "pip install 'jinfer[hosts]'": "installs",
     "pip install 'jinfer[hub]'": "installs",
+    "pip install 'jinfer[images]'": "installs",
     "pip install 'jinfer[orbax]'": "installs",
     "pip install 'jinfer[serve]'": "installs",
     "jinfer serve smollm2_135m_instruct --port 8080": "serves until it is told to stop; "
@@ -145,6 +147,8 @@ def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         for name in ("text.txt", "calibration.txt"):
             (folder / name).write_text("The quick brown fox jumps over the lazy dog. " * 80)
         (folder / "CHECKOUT").symlink_to(ROOT)
+        (folder / "vision_model").symlink_to(ROOT / "tests/goldens/vlm_smolvlm")
+        shutil.copy(ROOT / "tests/goldens/vlm_images/img0.png", folder / "photo.png")
     return made
 
 

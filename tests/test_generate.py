@@ -18,6 +18,7 @@ from tests.cli.terminal import Terminal
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 LLAMA2 = str(ROOT / "tests" / "goldens" / "llama2")
+LOGO = str(ROOT / "docs" / "page.png")
 QUESTION = "Name three primary colours and explain in one sentence what makes them primary."
 ANSWER = "The primary colours are: Red, Blue, and Yellow."
 
@@ -68,6 +69,11 @@ def test_settings_change_the_specification(capsys: pytest.CaptureFixture[str]) -
         ([LLAMA2, "--ids", "1", "--top-p", "2"], "--top-p must be a number from 0 to 1"),
         ([LLAMA2, "--ids", "1", "--set", "generation.topp=1"], "did you mean 'top_p'"),
         ([LLAMA2, "--chat"], "no chat template"),
+        ([LLAMA2, "--ids", "1", "--image", "a.png"], "--image with --ids"),
+        ([LLAMA2, "--prompt", "x", "--raw", "--image", "a.png"], "--image with --raw"),
+        ([LLAMA2, "--prompt", "x", "--image", "a.png"], "no chat template"),
+        ([SPEC, "--prompt", "x", "--image", "none.png"], "image none.png: cannot be read"),
+        ([SPEC, "--prompt", "x", "--image", LOGO], "cannot see images"),
         ([str(ROOT / "README.md"), "--prompt", "x"], "README.md"),
         ([str(ROOT / "docs"), "--prompt", "x"], "docs"),
     ],
@@ -81,6 +87,23 @@ def test_errors_are_one_line(
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
     assert words in printed.err
+
+
+def test_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many prompt tokens, and the answer, as transformers has for the same message."""
+    goldens = ROOT / "tests" / "goldens"
+    images = [str(goldens / "vlm_images" / f"img{number}.png") for number in (0, 1)]
+    flags = ["--json", "--max-tokens", "3", "--greedy", "--ignore-eos", "--set", "dtype=float32"]
+    vision = [str(goldens / "vlm_smolvlm"), *flags]
+    tokens = []
+    for given in ([], images[:1], images):
+        asked = [word for image in given for word in ("--image", image)]
+        assert main([*vision, *asked, "--prompt", "what is it?"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        tokens.append(report["usage"]["prompt_tokens"])
+        assert len(report["token_ids"]) == 3
+    assert tokens[1] - tokens[0] == 35  # twenty placeholders, and tags of five tiles
+    assert tokens[2] > tokens[1] + 20
 
 
 def test_a_prompt_from_standard_input() -> None:
@@ -147,7 +170,7 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
     ("module", "seconds"),
     [
         # One of the first modules, one of the last ones, and what follows them.
-        ("jinfer.sampling.strategies", 0),
+        ("jinfer.sampling.samplers", 0),
         pytest.param("jax._src.core", 0, marks=pytest.mark.soak),
         pytest.param("flax.nnx", 0, marks=pytest.mark.soak),
         ("jinfer.api.llm", 0),

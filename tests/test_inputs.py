@@ -130,8 +130,8 @@ def test_messages_of_parts_and_texts() -> None:
         ([{"role": "user", "content": 5}], "message 0 has content that is 5; write"),
         ([{"role": "user", "content": b"x"}], "message 0 has content that is b'x'"),
         (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "message 0 has a part of type 'image_url', which is not read; give parts like",
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+            "message 0 has a part of type 'input_audio', which is not read; give parts like",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part of type 'text'"),
         ([{"role": "user", "content": [5]}], "message 0 has a part of type 'int'"),

@@ -126,9 +126,9 @@ class AsyncLLM(BaseLLM):
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        ids, resolved = self.session.chat(messages, params, keywords)
+        prompt, resolved = self.session.chat(messages, params, keywords)
         request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return (await self.generate(ids, resolved, **request))[0]
+        return (await self.generate(prompt, resolved, **request))[0]
 
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)

@@ -55,7 +55,7 @@ def build_requests(
     Raises:
         RequestError: a request is not possible, or prompts and parameters differ in number.
     """
-    every = parse_prompts(given)
+    every: list[Any] = [*parse_prompts(given)]
     listed: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
     if len(listed) != len(every):
         raise RequestError(f"{len(every)} prompts, but {len(listed)} sampling parameters")
@@ -71,32 +71,34 @@ def build_requests(
             "leave them out"
         )
     use = None if adapter is None else session.adapters.find(adapter)
-    resolved = [session.sampling(one, sampling) for one in listed]
+    resolved = [session.sampling(item, sampling) for item in listed]
     if suffix is not None:
         every = [_infill_ids(session, prompt, suffix) for prompt in every]
-        resolved = [with_fim_ends(session, one) for one in resolved]
+        resolved = [with_fim_ends(session, item) for item in resolved]
     prefix = session.prefix(decoder_prefix, language)
+    encoded = [session.encode_prompt(prompt, special=special) for prompt in every]
     return [
         (
             session.prepare(
-                session.encode(prompt, special=special),
+                prompt.ids,
                 prompt_params,
                 prefix,
                 priority=priority,
                 timeout=timeout,
                 adapter=use,
+                images=prompt.images,
             ),
             prompt_params,
         )
-        for prompt, prompt_params in zip(every, resolved, strict=True)
+        for prompt, prompt_params in zip(encoded, resolved, strict=True)
     ]
 
 
-def _infill_ids(session: Session, prompt: str | Sequence[Any], suffix: object) -> list[int]:
+def _infill_ids(session: Session, prompt: Any, suffix: object) -> list[int]:
     """The tokens of a fill-in-the-middle prompt. Raises `RequestError`, `TokenizerError`."""
     if not isinstance(suffix, str):
         raise RequestError(f"suffix is {show_value(suffix)}; give the text after the gap, or None")
-    if not isinstance(prompt, str) and is_conversation(list(prompt)):
+    if is_conversation(prompt):
         raise RequestError("a suffix goes with a text, not with a conversation; leave one out")
     given = prompt if isinstance(prompt, str) else session.encode(prompt)
     return infill_prompt(session.tokenizer, given, suffix)
@@ -121,7 +123,7 @@ def build_stream_request(
     """
     given: Any = parse_prompt(prompt)
     if keywords.get("suffix") is None:
-        given = session.encode(given, special=keywords.get("special"))
+        given = session.encode_prompt(given, special=keywords.get("special"))
     ((prepared, resolved),) = build_requests(session, [given], params, **keywords)
     if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")

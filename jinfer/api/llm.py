@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +35,7 @@ from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.sampling_keywords import ChatKeywords, completing
-from jinfer.startup.imports import gc_paused
+from jinfer.startup import gc_paused
 from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LLM(BaseLLM):
         *,
         progress: bool | None = None,
         threads: int | None = None,
-        first: Callable[[LLM], list[int]] | None = None,
+        first: Callable[[LLM], Sized] | None = None,
         **overrides: Any,
     ) -> None:
         """Opens and loads a model.
@@ -184,7 +184,9 @@ class LLM(BaseLLM):
 
         Args:
             messages: `{"role": "user", "content": "..."}` and so on; content may be a list of
-                parts `{"type": "text", "text": "..."}`. A text is a message of the user.
+                parts `{"type": "text", "text": "..."}` and `{"type": "image", "image": image}`,
+                where an image is a path, the bytes of a file, an array or a Pillow image. A text
+                is a message of the user.
             params, priority, timeout, adapter: as `generate`.
             **keywords: fields of `SamplingParams`; variables of the chat template, such as
                 `tools`, or all of them in `variables`; and `special=True` to recognize special
@@ -194,9 +196,9 @@ class LLM(BaseLLM):
             RequestError: as `generate`; or an unknown keyword.
             TemplateError: there is no chat template, or it rejects the conversation.
         """
-        ids, resolved = self.session.chat(messages, params, keywords)
+        prompt, resolved = self.session.chat(messages, params, keywords)
         request: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
-        return self.generate(ids, resolved, **request)[0]
+        return self.generate(prompt, resolved, **request)[0]
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         """Load a LoRA adapter into a slot, for requests with `adapter=name`.

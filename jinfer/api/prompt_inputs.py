@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
+from jinfer.api.image_inputs import EncodedPrompt, is_image
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import show_value
@@ -19,32 +20,35 @@ if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import
     import jax
 
 type Ids = Sequence[int] | np.ndarray | jax.Array
-Prompt = str | Ids | Sequence[Message]
+Prompt = str | Ids | Sequence[Message] | EncodedPrompt
 Params = SamplingParams | SamplingKeywords
 
 _GIVE = "give a text, a list of token ids, or a list of messages"
 _MESSAGE = "write {'role': 'user', 'content': '...'}"
 
 
-def parse_prompts(given: object) -> list[str | list[int] | list[Message]]:
+type ParsedPrompt = str | list[int] | list[Message] | EncodedPrompt
+
+
+def parse_prompts(given: object) -> list[ParsedPrompt]:
     """One prompt or several, normalized to a list.
 
     Raises:
         RequestError: the list is empty, or a member is not a prompt.
     """
-    if isinstance(given, str):
+    if isinstance(given, str | EncodedPrompt):
         return [given]
     listed = _listed(given)
     if not listed:
         raise RequestError(f"there is no prompt; {_GIVE}, or several of them in a list")
     if _is_number(listed[0]) or isinstance(listed[0], Mapping):
         return [_one(listed)]
-    return [parse_prompt(each) for each in listed]
+    return [parse_prompt(item) for item in listed]
 
 
-def parse_prompt(given: object) -> str | list[int] | list[Message]:
+def parse_prompt(given: object) -> ParsedPrompt:
     """Normalizes one prompt. Raises `RequestError` for anything else."""
-    if isinstance(given, str):
+    if isinstance(given, str | EncodedPrompt):
         return given
     listed = _listed(given)
     if listed and isinstance(listed[0], str | list | tuple):
@@ -56,10 +60,12 @@ def parse_prompt(given: object) -> str | list[int] | list[Message]:
 
 
 def parse_messages(given: object) -> list[Message]:
-    """Normalizes a conversation: contents become strings, and a string becomes a user message.
+    """Normalizes a conversation: a string becomes a user message, and contents become strings.
+
+    Contents with images stay lists of parts.
 
     Raises:
-        RequestError: it is not a conversation, or a message's content is not text.
+        RequestError: it is not a conversation, or a message's content is neither text nor image.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -68,12 +74,12 @@ def parse_messages(given: object) -> list[Message]:
         raise RequestError(f"a conversation is a list of messages, not a {kind}; {_MESSAGE}")
     if not len(given):
         raise RequestError(f"the conversation is empty; give a message: {_MESSAGE}")
-    return [_message(each, number) for number, each in enumerate(given)]
+    return [_message(item, number) for number, item in enumerate(given)]
 
 
-def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]]:
+def is_conversation(given: ParsedPrompt) -> TypeGuard[list[Message]]:
     """Whether a normalized prompt is a conversation."""
-    return bool(given) and isinstance(given[0], Mapping)
+    return isinstance(given, list) and bool(given) and isinstance(given[0], Mapping)
 
 
 def no_decoder_error(spec: ModelSpec) -> str:
@@ -145,7 +151,7 @@ def _listed(given: object) -> list[Any]:
 def _one(listed: list[Any]) -> list[int] | list[Message]:
     if is_conversation(listed):
         return parse_messages(listed)
-    return [_id(each) for each in listed]
+    return [_id(item) for item in listed]
 
 
 def _is_number(value: object) -> bool:
@@ -171,12 +177,19 @@ def _message(given: object, number: int) -> Message:
     if not isinstance(role, str) or not role:
         raise RequestError(f"message {number} has no role; {_MESSAGE}")
     if isinstance(content, list | tuple):
+        if any(map(is_image, content)):
+            parts = [part if is_image(part) else _text_part(part, number) for part in content]
+            return {**given, "content": parts}
         return {**given, "content": "\n".join(_part(part, number) for part in content)}
     silent = content is None and not given.keys() <= {"role", "content"}  # a tool call
     if not isinstance(content, str) and not silent:
         what = "no content" if content is None else f"content that is {show_value(content)}"
         raise RequestError(f"message {number} has {what}; {_MESSAGE}")
     return given
+
+
+def _text_part(part: object, number: int) -> Message:
+    return {"type": "text", "text": _part(part, number)}
 
 
 def _part(part: object, number: int) -> str:
@@ -187,6 +200,6 @@ def _part(part: object, number: int) -> str:
     if not isinstance(text, str):
         raise RequestError(
             f"message {number} has a part of type {show_value(kind)}, which is not read; "
-            "give parts like {'type': 'text', 'text': '...'}"
+            "give parts like {'type': 'text', 'text': '...'} or {'type': 'image', 'image': 'a.png'}"
         )
     return text

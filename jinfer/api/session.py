@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from jinfer.api.build_engine import (
     open_drafts,
     plan_images,
 )
+from jinfer.api.image_inputs import EncodedPrompt, encode_conversation, take_images
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
@@ -67,7 +68,6 @@ from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.backend import start
 from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
-from jinfer.ops.gpu_backend import requested_backend
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_field import parameter_hint
@@ -120,7 +120,7 @@ class Session:
         *,
         progress: bool = False,
         threads: int | None = None,
-        first: Callable[[Session], list[int]] | None = None,
+        first: Callable[[Session], Sized] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
@@ -128,7 +128,6 @@ class Session:
         note_model_opened()
         # Environment variables with unknown values are refused before anything is read.
         disabled_kernels()
-        requested_backend()
         refuse_on_worker()
         program_cache = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
@@ -246,26 +245,40 @@ class Session:
 
     def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
+        return _without_images(self.encode_prompt(given, special=special))
+
+    def encode_prompt(self, given: Prompt, *, special: bool | None = None) -> EncodedPrompt:
+        """Tokenize a prompt with its images; arguments as `LLM.encode`."""
         prompt = parse_prompt(given)
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=special is not False)
+            return EncodedPrompt(self.tokenizer.encode(prompt, parse_special=special is not False))
         if is_conversation(prompt):
-            return self.encode_chat(prompt, special=bool(special))
+            return self.encode_conversation(prompt, special=bool(special))
         ids = cast("list[int]", prompt)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
                 raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
-        return ids
+        return EncodedPrompt(ids)
 
     def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
         """As `LLM.encode_chat`."""
-        return self.opened.conversation.encode(self.tokenizer, parse_messages(given), **variables)
+        return _without_images(self.encode_conversation(given, **variables))
+
+    def encode_conversation(
+        self, given: str | Sequence[Message], **variables: Any
+    ) -> EncodedPrompt:
+        """Tokenize a conversation with its images; arguments as `LLM.encode_chat`."""
+        messages, images = take_images(parse_messages(given))
+        conversation = self.opened.conversation
+        return encode_conversation(conversation, self.tokenizer, messages, images, **variables)
 
     def chat(
         self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
-    ) -> tuple[list[int], SamplingParams]:
-        """A conversation's token ids and parameters; some of the keywords are the template's.
+    ) -> tuple[EncodedPrompt, SamplingParams]:
+        """A conversation's tokens and parameters; some of the keywords are the template's.
 
         Raises:
             RequestError: a keyword that neither sampling nor the template knows.
@@ -287,7 +300,8 @@ class Session:
                 raise RequestError(
                     f"neither sampling nor the model's chat template knows {show_value(name)}{hint}"
                 )
-        return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
+        encoded = self.encode_conversation(given, **{**variables, **named})
+        return encoded, self.sampling(params, changes)
 
     def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
         """Parameters of a request, overridden by keywords. Raises `RequestError`."""
@@ -368,7 +382,7 @@ class Session:
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)
-        prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
+        prepared = [self._prepared(answer, rank) for rank, answer in enumerate(answers)]
         compile_for(self.engine, request)
         return prepared
 
@@ -405,3 +419,10 @@ class Session:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
+
+
+def _without_images(prompt: EncodedPrompt) -> list[int]:
+    """The token ids of a prompt of text. Raises `RequestError` if it has images."""
+    if prompt.images:
+        raise RequestError("images can be read by generate, stream and chat only; leave them out")
+    return prompt.ids

@@ -12,27 +12,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax import Array
 
+from jinfer.distributed.broadcast import broadcast_from_first, per_device
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.engine.requests import EngineError
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.step_forms import CacheStep, EncoderStep, ForwardStep, StateStep, Step
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
-from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.pipeline import Pipeline
-
-if TYPE_CHECKING:
-    from jaxtyping import UInt8
+from jinfer.parallel.stage_programs import Launcher
 
 
 class KeptResult:
@@ -114,6 +111,7 @@ class DistributedPipeline(Pipeline):
     def release(self) -> None:
         """As `Pipeline.release`; process 0 has all processes do so."""
         self._send(release=True)
+        self.group.one_way = False
         super().release()
         self.leaves = self.caches = self.states = ()
         self._kept.clear()
@@ -163,6 +161,7 @@ class DistributedPipeline(Pipeline):
         message = {"call": number, "key": asdict(key), "arguments": described, "drop": dropped}
         with self._reported_errors():
             self.group.send(message, arrays)
+        self.group.one_way = True  # workers that run calls wait for the next message
 
     def decoded(
         self, step: Any, described: Sequence[list[int] | None], arrays: Sequence[np.ndarray]
@@ -237,7 +236,7 @@ class DistributedPipeline(Pipeline):
     def _fetched(self, outputs: Any) -> Any:
         """Outputs moved from home to process 0."""
         first = next(device for device in jax.devices() if device.process_index == 0)
-        moved = self.move(outputs, self.compiler.home, DeviceGroup((first,)))
+        moved = self.move(outputs, self.home, DeviceGroup((first,)))
         if self.group.rank:
             return moved
         return jax.tree.map(lambda array: FetchedArray(array, self.group.fail), moved)
@@ -259,24 +258,23 @@ class DistributedPipeline(Pipeline):
         """A collective of the source and the target's devices."""
         leaves, structure = jax.tree.flatten(tree)
         devices = tuple(dict.fromkeys((source, *target.devices)))
-        add = _adder(devices)
         local = [device for device in devices if device.process_index == jax.process_index()]
-        rows: list[Array] = []
+        given: list[Array] = []
         for leaf in leaves:
-            shape = (1, *leaf.shape)
             own = [
-                jnp.reshape(_replica_on(leaf, device), shape)
+                _replica_on(leaf, device)
                 if device == source
-                else self._zeros(shape, leaf.dtype, device)
+                else self._zeros(leaf.shape, leaf.dtype, device)
                 for device in local
             ]
-            sharding = NamedSharding(_mesh(devices), PartitionSpec("move"))
-            whole = (len(devices), *leaf.shape)
-            rows.append(jax.make_array_from_single_device_arrays(whole, sharding, own))
-        moved = self.launch("move", add, jax.block_until_ready(rows))
+            given.append(per_device(own, devices))
+        moved = self.launch("move", broadcast_from_first(devices), jax.block_until_ready(given))
         if not target.local:
             return jax.tree.unflatten(structure, [_abstract(leaf) for leaf in leaves])
-        return jax.tree.unflatten(structure, [_shards_of(array, target) for array in moved])
+        copies = [
+            _copies(array, leaf.shape, target) for array, leaf in zip(moved, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, copies)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any, device: jax.Device) -> Array:
         """Zeros, which are kept until the model is released: no program changes them."""
@@ -320,41 +318,6 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-@cache
-def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    return Mesh(np.array(devices), ("move",))
-
-
-@cache
-def _adder(devices: tuple[jax.Device, ...]) -> Callable[[list[Array]], list[Array]]:
-    """A function that adds up rows, of which only one is not zero: to the bit; one all-reduce."""
-    everywhere = NamedSharding(_mesh(devices), PartitionSpec())
-
-    def add(rows: list[Array]) -> list[Array]:
-        packed = jnp.concatenate([_bytes(each) for each in rows], axis=1)
-        total, begin, moved = packed.sum(0, dtype=jnp.uint8), 0, list[Array]()
-        for each in rows:
-            size = each[0].size * each.dtype.itemsize
-            moved.append(_from_bytes(total[begin : begin + size], each.shape[1:], each.dtype))
-            begin += size
-        return moved
-
-    return jax.jit(add, out_shardings=everywhere)
-
-
-def _bytes(rows: Array) -> UInt8[Array, "devices bytes"]:
-    if rows.dtype == jnp.bool_:
-        rows = rows.astype(jnp.uint8)
-    return lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
-
-
-def _from_bytes(content: UInt8[Array, " bytes"], shape: tuple[int, ...], dtype: Any) -> Array:
-    if dtype == jnp.bool_:
-        return content.reshape(shape).astype(dtype)
-    parts = (dtype.itemsize,) if dtype.itemsize > 1 else ()
-    return lax.bitcast_convert_type(content.reshape(*shape, *parts), dtype)
-
-
 def _replica_on(leaf: Array, device: jax.Device) -> Array:
     """The copy of a replicated array on a device."""
     if len(leaf.sharding.device_set) == 1:
@@ -362,10 +325,11 @@ def _replica_on(leaf: Array, device: jax.Device) -> Array:
     return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
 
 
-def _shards_of(array: Array, target: DeviceGroup) -> Array:
-    """An array that is replicated on more devices, on those of a group."""
-    copies = {shard.device: shard.data for shard in array.addressable_shards}
-    own: list[Array] = [copies[target.devices[i]] for i in target.local]
+def _copies(array: Array, shape: tuple[int, ...], target: DeviceGroup) -> Array:
+    """The parts, which are equal, of an array on each device of a group."""
+    parts = {shard.device: shard.data for shard in array.addressable_shards}
+    own = [parts[target.devices[i]] for i in target.local]
+    own = own if shape else [jnp.reshape(part, ()) for part in own]
     if len(target.devices) == 1:
         return own[0]
-    return jax.make_array_from_single_device_arrays(array.shape, target.replicated, own)
+    return jax.make_array_from_single_device_arrays(shape, target.replicated, own)

@@ -21,9 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.experimental.multihost_utils import ProcessFailureError, live_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jinfer.distributed.broadcast import broadcast_from_first, per_device
 from jinfer.loader.config.source_errors import SourceError
 
 LOST = 3  # exit status of a process that has lost another one
@@ -49,6 +51,8 @@ class ProcessGroup:
         no_collectives: why collectives between devices of several processes are not possible; "":
             they are.
         is_leaving: whether this process is about to end.
+        one_way: whether messages of process 0 take no answer from the others, which then receive
+            nothing else, as while they run its calls.
         exit_callbacks: called with the reason before this process ends; each may take a second.
         ordered: held while collectives are launched, which every process has to do in one order.
     """
@@ -58,6 +62,7 @@ class ProcessGroup:
     connections: Mapping[int, Connection]
     no_collectives: str = ""
     is_leaving: bool = False
+    one_way: bool = False
     exit_callbacks: list[Callable[[str], object]] = field(default_factory=list)
     ordered: threading.RLock = field(default_factory=threading.RLock)
     _checked: float = field(default_factory=time.monotonic)
@@ -112,14 +117,19 @@ class ProcessGroup:
             SourceError: another process has failed.
         """
         data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-        for rank, content in enumerate(self._exchange(_head(value, arrays), data)):
+        with self.ordered:  # another thread may be about to change `one_way`
+            if self.one_way:
+                self._broadcast(_content(_head(value, arrays), data))
+                return value
+            contents = self._exchange(_head(value, arrays), data)
+        for rank, content in enumerate(contents):
             if rank and content and (error := _split(content)[0].get("error")):
                 raise SourceError(f"process {rank}: {error}")
         return value
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:
         """What process 0 sends: a value, and arrays."""
-        head, data = _split(self._exchange(b"")[0])
+        head, data = _split(self._broadcast(b"") if self.one_way else self._exchange(b"")[0])
         arrays, begin = [], 0
         for dtype, shape in head["arrays"]:
             array = np.frombuffer(data, dtype, int(np.prod(shape)), begin).reshape(shape)
@@ -139,7 +149,8 @@ class ProcessGroup:
         # A call that waits for a lost process holds the lock: the loss ends the others as well.
         if self.rank == 0 and self.ordered.acquire(timeout=SILENT):
             with suppress(jax.errors.JaxRuntimeError):
-                self._exchange(_head({"end": status, "reason": reason}))
+                with suppress(SourceError):  # another process has an error as well
+                    self.send({"end": status, "reason": reason})
                 self._exchange(b"")  # until all have it
             self.ordered.release()
 
@@ -210,41 +221,61 @@ class ProcessGroup:
             time.sleep(_WATCH)
 
     @cached_property
-    def _mesh(self) -> Mesh:
+    def _devices(self) -> tuple[jax.Device, ...]:
         """One device of each process, a CPU where JAX knows any."""
         try:
             devices = jax.devices("cpu")
         except RuntimeError:
             devices = jax.devices()
         first = {device.process_index: device for device in reversed(devices)}
-        return Mesh(np.array([first[rank] for rank in range(self.size)]), ("process",))
+        return tuple(first[rank] for rank in range(self.size))
 
     @cached_property
     def _add(self) -> Callable[..., Any]:
-        whole = NamedSharding(self._mesh, PartitionSpec())
+        mesh = Mesh(np.array(self._devices), ("process",))
+        whole = NamedSharding(mesh, PartitionSpec())
         return jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
 
     def _exchange(self, head: bytes, data: bytes = b"") -> list[bytes]:
         """What each process passes, on all of them: a JSON object, and data that follow it."""
-        content = len(head).to_bytes(_HEADER) + head + data if head else b""
-        content = len(content).to_bytes(_HEADER) + content
+        content = _content(head, data)
         with self.ordered:
-            rows = self._pieces(content[:_FIRST], _FIRST)
+            rows = self._rows(content[:_FIRST], _FIRST)
             sizes = [int.from_bytes(row[:_HEADER].tobytes()) + _HEADER for row in rows]
             if (rest := max(sizes) - _FIRST) > 0:
-                more = self._pieces(content[_FIRST:], _padded(rest))
+                more = self._rows(content[_FIRST:], _padded(rest))
                 rows = np.concatenate([rows, more], axis=1)
         return [row[_HEADER:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-    def _pieces(self, own: bytes, size: int) -> np.ndarray:
+    def _rows(self, own: bytes, size: int) -> np.ndarray:
         """The bytes of each process, as the sum of rows of which each has set its own."""
-        rows = np.zeros((self.size, size), np.uint8)
-        rows[self.rank, : len(own)] = np.frombuffer(own, np.uint8)
-        sharding = NamedSharding(self._mesh, PartitionSpec("process"))
-        here = jax.device_put(rows[None], self._mesh.devices[self.rank])
-        shape = (self.size, *rows.shape)
-        every = jax.make_array_from_single_device_arrays(shape, sharding, [here])
-        return np.asarray(self._add(every).addressable_data(0))
+        rows = np.zeros((1, self.size, size), np.uint8)
+        rows[0, self.rank, : len(own)] = np.frombuffer(own, np.uint8)
+        return np.asarray(self._add(self._shared(rows)).addressable_data(0))
+
+    def _broadcast(self, content: bytes) -> bytes:
+        """What process 0 passes, on all processes."""
+        with self.ordered:
+            first = self._piece(content[:_FIRST], _FIRST)
+            size = int.from_bytes(first[:_HEADER]) + _HEADER
+            more = self._piece(content[_FIRST:], _padded(size - _FIRST)) if size > _FIRST else b""
+        return (first + more)[_HEADER:size]
+
+    def _piece(self, content: bytes, size: int) -> bytes:
+        piece = np.zeros(size, np.uint8)
+        piece[: len(content)] = np.frombuffer(content, np.uint8)
+        (moved,) = broadcast_from_first(self._devices)([self._shared(piece)])
+        return np.asarray(moved.addressable_data(0)).tobytes()
+
+    def _shared(self, own: np.ndarray) -> Array:
+        """An array with a part of each process along its first axis."""
+        return per_device([jax.device_put(own, self._devices[self.rank])], self._devices)
+
+
+def _content(head: bytes, data: bytes) -> bytes:
+    """A message: its length, and the length of its JSON object, before them."""
+    content = len(head).to_bytes(_HEADER) + head + data if head else b""
+    return len(content).to_bytes(_HEADER) + content
 
 
 def _padded(size: int) -> int:

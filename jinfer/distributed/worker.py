@@ -29,6 +29,7 @@ def worker_loop(group: ProcessGroup, programs: CompiledPrograms, leaves: Sequenc
             case {"reset": "state"}:
                 pipeline.states = pipeline.empty_state()
             case {"call": number, "key": key, "arguments": arguments, "drop": dropped}:
+                group.one_way = True
                 pipeline.drop(dropped)
                 step = programs.step(key_of(key))
                 given = pipeline.decoded(step, arguments, arrays)

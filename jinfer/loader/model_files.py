@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.checkpoint.open import MMPROJ
 from jinfer.loader.config.config_json import Multimodal
-from jinfer.loader.sources import PLACES, locate
+from jinfer.loader.sources import PLACES, locate, names_in
 from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
@@ -59,11 +61,21 @@ class ModelFiles(SpecFile):
         config: config.json, or the metadata of a file without one; of a multimodal model, the
             configuration of its language model.
         multimodal: the other parts of a multimodal model.
+        mmproj: a file of its encoder of images, whose metadata are in `config` as well.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     multimodal: Multimodal | None = None
+    mmproj: Checkpoint | None = None
+
+    @property
+    def whole(self) -> str | None:
+        """The architecture of a model that may read images: of GGUF, its kind of projector."""
+        if self.multimodal is not None:
+            return self.multimodal.architecture
+        keys = ("clip.vision.projector_type", "clip.projector_type")
+        return next((str(self.config[key]) for key in keys if key in self.config), None)
 
     @property
     def architectures(self) -> list[str]:
@@ -112,6 +124,21 @@ def read_spec_file(source: str, path: Path, overrides: Mapping[str, Any]) -> Spe
     if "family" in overrides:
         own = {**own, "family": overrides["family"]}
     return SpecFile(path, own, enclosed, weights, trust)
+
+
+def mmproj_path(
+    files: SpecFile, checkpoint: Checkpoint, overrides: Mapping[str, Any]
+) -> Path | None:
+    """Return llama.cpp's file of an encoder of images; None if there is none.
+
+    It is named by `mmproj`, or the only one in the folder of a GGUF file.
+    """
+    named = _location("mmproj", files.path, files.own, overrides, files.enclosed)
+    if named is not None or checkpoint.format != "gguf":
+        return named
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    found = [name for name in names_in(folder) if fnmatch(name.lower(), MMPROJ)]
+    return folder / found[0] if len(found) == 1 else None
 
 
 def tokenizer_path(files: ModelFiles, overrides: Mapping[str, Any]) -> Path:

@@ -39,6 +39,7 @@ from jinfer.loader.model_files import (
     AdapterFile,
     ModelFiles,
     adapter_files,
+    mmproj_path,
     read_spec_file,
     tokenizer_path,
     with_own_heads,
@@ -49,11 +50,11 @@ from jinfer.loader.sources import full_source, locate
 from jinfer.loader.weights.tensor_mapping import by_name
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import Kind, parse_cache_dtype
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.ops.matmul.dense import reads_16_bit_weights
 from jinfer.quant.quantized_tensor import Activations
+from jinfer.quant_format import Kind, parse_cache_dtype
 from jinfer.template.chat_prompt import Conversation
 from jinfer.template.thinking_marks import ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer, load_tokenizer
@@ -215,13 +216,23 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
         from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
 
         checkpoint = decode_quantized(checkpoint, quant_settings(config, path))
+    images = mmproj_path(files, checkpoint, overrides)
+    mmproj = None if images is None else open_checkpoint(images)
+    if mmproj is not None:
+        config = {k: v for k, v in mmproj.metadata.items() if k.startswith("clip.")} | dict(config)
     return ModelFiles(
-        **vars(files), checkpoint=checkpoint, config=config, multimodal=multimodal(whole)
+        **vars(files),
+        checkpoint=checkpoint,
+        config=config,
+        multimodal=multimodal(whole),
+        mmproj=mmproj,
     )
 
 
 def image_checkpoint(files: ModelFiles, spec: ModelSpec) -> Checkpoint | None:
     """Return the tensors of a model's encoder of images and of what else its text does not need."""
+    if files.mmproj is not None:
+        return files.mmproj
     if files.multimodal is not None:
         return files.multimodal.others(files.checkpoint)
     if spec.vision is None:

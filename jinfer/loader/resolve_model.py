@@ -93,17 +93,17 @@ def _families(files: ModelFiles, facts: CheckpointFacts) -> list[Mapping[str, An
     else:
         # The family comes with jinfer. Keys that only choose it do not count as read.
         tables = with_families({**files.own, "family": family_of(files)}, files.path)
-    if files.multimodal is not None and not any(VISION in table for table in tables):
-        images = image_layer(facts, files.multimodal.architecture)
+    if files.whole is not None and not any(VISION in table for table in tables):
+        images = image_layer(facts, files.whole)
         return [*tables[:-1], *([images] if images else []), tables[-1]]
     return [*tables]
 
 
 def reads_images(files: ModelFiles) -> bool:
     """Whether the model is of an architecture whose images can be read."""
-    whole = files.multimodal
-    known = whole and image_layer(_facts(files, set()), whole.architecture, complete=False)
-    return known is not None
+    whole = files.whole
+    known = whole and image_layer(_facts(files, set()), whole, complete=False)
+    return bool(known)
 
 
 def _classifies(
@@ -129,6 +129,8 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
     for prefix, usual in files.multimodal.prefixes.items() if files.multimodal else ():
         own = {n: shape for n, shape in shapes.items() if n.startswith(prefix)}
         shapes |= {usual + name.removeprefix(prefix): shape for name, shape in own.items()}
+    if files.mmproj is not None:
+        shapes |= {name: tensor.shape for name, tensor in files.mmproj.tensors.items()}
     rows = row_counter(shapes)
 
     def has(pattern: str) -> bool:

@@ -22,7 +22,7 @@ from jinfer.modelspec.spec_files import is_model_table, model_specs, read_toml
 from jinfer.modelspec.toml_tables import check_text
 from jinfer.sandbox.safe_files import dangling_link
 
-PLACES = ("weights", "tokenizer")  # keys of a specification whose values are sources
+PLACES = ("weights", "tokenizer", "mmproj")  # keys of a specification whose values are sources
 
 _MAX_NAMES = 1000  # of a folder, which a name that does not exist is compared with
 # A valid repository name. A path that does not exist looks the same, except for its suffix.

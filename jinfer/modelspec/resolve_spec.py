@@ -49,7 +49,7 @@ STACKS = ("encoder", "decoder")
 VISION = "vision"
 # Tables that define the model.
 _MODEL_TABLES = ("dims", "modules", "image", *STACKS, VISION)
-_TEXTS = ("family", "weights", "tokenizer", "description")
+_TEXTS = ("family", "weights", "tokenizer", "mmproj", "description")
 _SETTINGS = (
     *("dtype", "prompt", "engine", "quantization", "partition", "speculation"),
     *("classification", "generation", "adapters"),

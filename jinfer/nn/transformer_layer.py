@@ -94,8 +94,8 @@ class Layer(nnx.Module):
                 return out
             return DeferredAllReduce(out, self.axis)
 
-        inputs = {"tokens": tokens, "positions": batch.positions, "encoded": None}
-        inputs |= {"grid": batch.grid}
+        inputs: dict[str, Any] = {"tokens": tokens, "positions": batch.positions}
+        inputs |= {"encoded": None, "grid": batch.grid}
         known = {**inputs, **state.values, "x": state.x}
         lead = batch.positions.shape
         with rows_adapted_by(batch.adapters), tapping(batch.taps, lead) as taps:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinfer.modelspec.model_spec import ModelSpec, PromptSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
 from jinfer.template.inferflow_template import Placeholder
-from jinfer.template.message_content import Render, render_complete
+from jinfer.template.message_content import IMAGE, NO_IMAGES, Render, render_complete
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.tokenizer_base import MARK
+
+if TYPE_CHECKING:
+    from jinfer.modelspec.image_table import ImageSpec
 
 Message = Mapping[str, Any]
 CONTINUE = "continue_final_message"
@@ -34,11 +38,13 @@ class Conversation:
         prompt: the specification's `[prompt]`.
         jinja: the Jinja template; None if there is none, or `prompt.template` is used.
         tool_use: the checkpoint's template for conversations with tools, if it has two.
+        image: how the model reads images; None: it reads none.
     """
 
     prompt: PromptSpec
     jinja: str | None
     tool_use: str | None = None
+    image: ImageSpec | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, path: Path, config: Mapping[str, Any]) -> Conversation:
@@ -61,12 +67,13 @@ class Conversation:
             if source_text and "messages" not in source_text:
                 raise SpecError(spec.path, f"prompt.{key}", f"never uses messages: {_LOST}")
         if prompt.template or prompt.chat_template:
-            return cls(prompt, None if prompt.template else prompt.chat_template)
+            own = None if prompt.template else prompt.chat_template
+            return cls(prompt, own, image=spec.image)
         is_gguf = "general.architecture" in config
         own, tool_use = (
             find_chat_template(config if is_gguf else path, name) for name in (None, "tool_use")
         )
-        return cls(prompt, own or prompt.fallback, tool_use)
+        return cls(prompt, own or prompt.fallback, tool_use, spec.image)
 
     @property
     def has_template(self) -> bool:
@@ -100,20 +107,46 @@ class Conversation:
                 the user.
         """
         own = self._chosen(variables)
-        messages = own._checked(messages)
         if own.prompt.template:
             return PromptTemplate.parse(own.prompt.template).encode_chat(
-                tokenizer, messages, special=special
+                tokenizer, own._checked(messages), special=special
             )
-        messages, text = own._rendered(tokenizer, messages, variables)
+        text = self.marked_text(tokenizer, messages, special=special, **variables)
+        if MARK in text:
+            return tokenizer.encode_marked(text)
+        return tokenizer.encode(text, special=False, parse_special=True)
+
+    def marked_text(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        special: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Render a conversation to a text for `Tokenizer.encode_marked`; arguments as `encode`.
+
+        An image is a part `{"type": "image"}`, and the model's marker of images in the result;
+        markers that are written in messages are hidden.
+
+        Raises:
+            TemplateError: as `encode`; or the template leaves out an image.
+        """
+        own = self._chosen(variables)
+        if own.prompt.template:
+            fix = "prompt.template has no place for images; set prompt.chat_template"
+            raise TemplateError(fix if self.image else NO_IMAGES)
+        messages, text = own._rendered(tokenizer, own._checked(messages), variables)
         texts = {"messages": messages} | {k: variables[k] for k in _UNTRUSTED if k in variables}
-        if not special and (hidden := _hidden(texts, tokenizer)) != texts:
+        marker = own.image_marker(tokenizer)
+        hide = partial(_hide_names, tokenizer, marker)
+        if not special and (hidden := _hidden(texts, hide)) != texts:
             replaced = {**variables, **{k: v for k, v in hidden.items() if k != "messages"}}
             marked = own._renderer(tokenizer, replaced)(hidden["messages"])
             # A template that inspects or cuts such names would render something else.
             if marked.replace(MARK, "") == text.replace(MARK, ""):
-                return tokenizer.encode_marked(marked)
-        return tokenizer.encode(text, special=False, parse_special=True)
+                text = marked
+        return text.replace(IMAGE, marker)
 
     def text(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> str:
         """Return the prompt of a conversation as text. Raises as `encode`."""
@@ -121,7 +154,17 @@ class Conversation:
         if own.prompt.template:
             ids = own.encode(tokenizer, messages, **variables)
             return tokenizer.decode(ids, skip_special=False)
-        return own._rendered(tokenizer, own._checked(messages), variables)[1]
+        text = own._rendered(tokenizer, own._checked(messages), variables)[1]
+        return text.replace(IMAGE, self.image_marker(tokenizer))
+
+    def image_marker(self, tokenizer: Tokenizer) -> str:
+        """What the template writes for an image; "": the model reads none."""
+        if self.image is None:
+            return ""
+        # Imported here, because text alone does not need it.
+        from jinfer.images import image_marker
+
+        return image_marker(tokenizer, self.image)
 
     def for_tools(self) -> Conversation:
         """Use the template for conversations with tools, if the checkpoint has such a template."""
@@ -153,8 +196,8 @@ class Conversation:
                 )
         if not self.reads("developer"):
             messages = [
-                {**each, "role": "system"} if each["role"] == "developer" else each
-                for each in messages
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
             ]
         system = self.prompt.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
@@ -176,7 +219,8 @@ class Conversation:
         render = self._renderer(tokenizer, variables)
         answered = bool(messages) and messages[-1].get("role") == "assistant"
         answered = answered and not variables.get(CONTINUE, False)
-        return render_complete(render, messages, self.jinja or "", answered=answered)
+        marker, template = self.image_marker(tokenizer), self.jinja or ""
+        return render_complete(render, messages, template, answered=answered, image_marker=marker)
 
     def _renderer(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Render:
         """Return a function that renders messages by the Jinja template."""
@@ -218,13 +262,23 @@ def _has_query(template: PromptTemplate) -> bool:
     return any(Placeholder(name) in template.parts for name in ("query", "_query"))
 
 
-def _hidden(value: Any, tokenizer: Tokenizer) -> Any:
-    """Hide the names of control tokens in all texts of a value."""
+def _hide_names(tokenizer: Tokenizer, marker: str, text: str) -> str:
+    """Hide the names of control tokens, and the marker of images."""
+    hidden = tokenizer.hide_control(text)
+    if not marker:
+        return hidden
+    from jinfer.images import hide_marker
+
+    return hide_marker(hidden, marker)
+
+
+def _hidden(value: Any, hide: Callable[[str], str]) -> Any:
+    """Change all texts of a value."""
     if isinstance(value, str):
-        return tokenizer.hide_control(value)
+        return hide(value)
     if isinstance(value, Mapping):
-        return {key: _hidden(each, tokenizer) for key, each in value.items()}
+        return {key: _hidden(item, hide) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        hidden = [_hidden(each, tokenizer) for each in value]
+        hidden = [_hidden(item, hide) for item in value]
         return hidden if isinstance(value, list) else tuple(hidden)
     return value

@@ -2,11 +2,13 @@
 
 Some templates read only lists of parts, `{"type": "text", "text": ...}`, and print nothing for a
 string. So the first form that shows all content is used, as with vLLM's
-`--chat-template-content-format auto` and llama.cpp's template capabilities.
+`--chat-template-content-format auto` and llama.cpp's template capabilities. An image is a part
+`{"type": "image"}`; in a string `IMAGE` marks its place.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +18,11 @@ from jinfer.template.template_errors import TemplateError
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 Form = Callable[[Sequence[Message]], Sequence[Message]]
+
+# Unknown to users, so that no text of theirs counts as an image.
+IMAGE = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
+
+NO_IMAGES = "the model cannot see images: it reads text alone; send text, or use a vision model"
 
 _WORDS = "jinferasksforthis"  # a probe that templates change at most in case
 _SHORT = 4  # letters of words that a template may contain by itself
@@ -29,7 +36,12 @@ _ANSWERS = "assistant"  # templates omit its reasoning, and its text besides cal
 
 
 def render_complete(
-    render: Render, messages: Sequence[Message], source: str, *, answered: bool = False
+    render: Render,
+    messages: Sequence[Message],
+    source: str,
+    *,
+    answered: bool = False,
+    image_marker: str = "",
 ) -> tuple[Sequence[Message], str]:
     """Render messages in the form that a template reads; return that form and the prompt.
 
@@ -38,6 +50,7 @@ def render_complete(
         source: the template.
         answered: no answer follows. Then a missing system message is accepted: some templates
             write it before the last question, if that is the last message.
+        image_marker: what the template writes for an image; "": the model reads none.
 
     Raises:
         TemplateError: every form is rejected or leaves content out.
@@ -45,6 +58,13 @@ def render_complete(
     forms: list[Form] = [_as_given]
     if _PARTS.search(source):
         forms += [_as_parts, _system_as_text]
+    images = sum(map(_count_images, messages))
+    if images:
+        if not image_marker:
+            raise TemplateError(NO_IMAGES)
+        forms.append(images_as_text)
+        if _PARTS.search(source):
+            forms.append(lambda given: _as_parts(images_as_text(given)))
     complaint: TemplateError | None = None
     for form in forms:
         formed = form(messages)
@@ -58,9 +78,10 @@ def render_complete(
         lost = _left_out(render, formed, text)
         if answered:
             lost = [number for number in lost if formed[number].get("role") != "system"]
-        if not lost:
+        if not lost and (not images or _shown_images(text, formed, image_marker) >= images):
             return formed, text
-        complaint = complaint or TemplateError(_complaint(messages, lost))
+        reason = _complaint(messages, lost) if lost else "the chat template leaves out images"
+        complaint = complaint or TemplateError(reason)
     assert complaint is not None
     raise complaint
 
@@ -88,6 +109,30 @@ def _system_as_text(messages: Sequence[Message]) -> Sequence[Message]:
     ]
 
 
+def images_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Write images into the texts, for templates that read strings only."""
+    return [
+        {**message, "content": "\n".join(part.get("text", IMAGE) for part in message["content"])}
+        if _count_images(message) and not isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _count_images(message: Message) -> int:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content.count(IMAGE)
+    parts = content if isinstance(content, list | tuple) else ()
+    return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+
+
+def _shown_images(text: str, messages: Sequence[Message], marker: str) -> int:
+    """The images that a rendered text shows, without markers that messages have as text."""
+    texts = (text for message in messages for text in _texts(message.get("content")))
+    return text.count(IMAGE) + text.count(marker) - sum(text.count(marker) for text in texts)
+
+
 def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[int]:
     """The messages of which a template shows nothing, the assistant's aside.
 
@@ -98,14 +143,14 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
     place = misses = 0
     for number, message in enumerate(messages):
         words = [] if message.get("role") == _ANSWERS else _texts(message.get("content"))
-        for each in words:
-            searched = len(each.strip()) >= _SHORT and misses < _MISSES
-            at = text.find(each, place) if searched else -1
+        for word in words:
+            searched = len(word.strip()) >= _SHORT and misses < _MISSES
+            at = text.find(word, place) if searched else -1
             if at < 0:
                 probes[number] = f"{_WORDS}{number}x"
                 misses += searched
             else:
-                place = at + len(each)
+                place = at + len(word)
     if not probes:
         return []
     others = [

@@ -21,6 +21,7 @@ from jinfer.engine.output.completion import Usage
 from tests.cli.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
+GOLDENS = ROOT / "tests" / "goldens"
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
 
 
@@ -278,3 +279,62 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     terminal.wait_for("exit")
     terminal.type("\n")
     assert terminal.status() == 0
+
+
+@pytest.fixture(scope="module")
+def vision() -> Iterator[LLM]:
+    with LLM(GOLDENS / "vlm_smolvlm", dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture
+def images(vision: LLM) -> LocalChat:
+    chat = LocalChat(vision)
+    chat.sampling |= {"max_tokens": 3, "ignore_eos": True, "temperature": 0}
+    return chat
+
+
+def test_an_image_goes_with_the_next_message(
+    images: LocalChat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("img0.png", "img1.png"):
+        images.take(TypedInput(f"/image {GOLDENS}/vlm_images/{name}"))
+    assert capsys.readouterr().out == (
+        "(1 image for the next message)\n(2 images for the next message)\n"
+    )
+    images.take(TypedInput("Which?"))
+    images.take(TypedInput("And now?"))
+    first, answer, second, _ = images.messages
+    kinds = [part["type"] for part in first["content"]]
+    assert kinds == ["image_url", "image_url", "text"]
+    assert first["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert second["content"] == "And now?"
+    assert images.llm.last_usage.prompt_tokens > 40  # the images are still in the conversation
+    # Saved, loaded and answered again.
+    images.take(TypedInput(f"/save {tmp_path}/kept.json"))
+    before = images.messages
+    images.take(TypedInput("/reset"))
+    images.take(TypedInput(f"/load {tmp_path}/kept.json"))
+    assert images.messages == before
+    images.take(TypedInput("/undo"))
+    images.take(TypedInput("/retry"))
+    assert images.messages == [first, answer]
+    assert "error" not in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read(
+    images: LocalChat, chat: LocalChat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, reason in [("none.png", "cannot be read"), (str(tmp_path), "not a regular file")]:
+        images.take(TypedInput(f"/image {name}"))
+        assert reason in capsys.readouterr().err
+        assert images.images == []
+    (tmp_path / "a.png").write_bytes(b"garbage")
+    for each, reason in [(images, "is not one of PNG"), (chat, "cannot see images")]:
+        each.take(TypedInput(f"/image {tmp_path}/a.png"))
+        each.take(TypedInput("What is it?"))
+        printed = capsys.readouterr().err
+        assert reason in printed
+        assert printed.count("\n") == 1
+        assert each.messages == []
+        assert each.images == []  # so that the chat goes on

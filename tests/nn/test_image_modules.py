@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 SIZES = [(6, 4), (2, 8), (4, 4)]
 PATCHES = 24
 
-type Floats = np.ndarray[Any, np.dtype[np.float64]]
+type Floats = np.ndarray[Any, np.dtype[Any]]
 
 
 def patch_grid(group: int = 1) -> PatchGrid:
@@ -215,7 +215,7 @@ def test_merged_neighbours(group: int, channels: Any) -> None:
 @pytest.mark.parametrize(("group", "size"), [(1, 2), (1, 3), (2, 4)])
 def test_attention_in_windows(group: int, size: int) -> None:
     """Each window is a text of its own; at the edges they are smaller."""
-    fields = {"inputs": 8, "outputs": 8, "heads": 2, "kv_heads": 2, "head_dim": 4}
+    fields: dict[str, Any] = {"inputs": 8, "outputs": 8, "heads": 2, "kv_heads": 2, "head_dim": 4}
     spec = AttentionSpec(kind="attention", grid_window=size, **fields)
     module = Attention(spec, jnp.float32)
     weights = {name: RNG.normal(size=(8, 8)) for name in "qkvo"}

@@ -147,7 +147,7 @@ def test_every_form_of_a_schema_is_checked_before_the_first_token(
         ({"verbosity": "chatty"}, "verbosity", 400),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0",
+            "messages.0.content.0.image_url.url",
             400,
         ),
     ],

@@ -33,14 +33,15 @@ _CONFLICTS = (
     _Conflict("prompt", ("prompt_file",), "both are the prompt"),
     _Conflict("ids", ("raw",), "token ids are continued as they are"),
     _Conflict("ids", ("system",), "token ids are continued as they are"),
+    _Conflict("image", ("ids", "raw"), "images belong to the message of a chat template"),
     _Conflict("raw", ("system",), "the system message is a part of the chat template"),
     _Conflict("json", ("explain_speculation",), "JSON has no colours"),
     _Conflict("explain_speculation", ("n", "best_of"), "one answer is explained"),
     _Conflict("greedy", ("strategy",), "both say how tokens are chosen"),
     _Conflict("greedy", ("temperature", "seed", *_DRAWING), "nothing is left to chance"),
     *(
-        _Conflict(one, CONSTRAINTS[number:], "an answer keeps to one of them")
-        for number, one in enumerate(CONSTRAINTS[:-1], start=1)
+        _Conflict(item, CONSTRAINTS[number:], "an answer keeps to one of them")
+        for number, item in enumerate(CONSTRAINTS[:-1], start=1)
     ),
 )
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")

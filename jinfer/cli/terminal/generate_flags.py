@@ -32,7 +32,16 @@ _WITHOUT_FLAG = (*ACTIVATIONS, "logits_processors")
 
 # Flags that `--help` shows.
 _SHORT = (
-    *("--prompt", "--system", "--chat", "--max-tokens", "--temperature", "--ctx-size", "--set"),
+    *(
+        "--prompt",
+        "--image",
+        "--system",
+        "--chat",
+        "--max-tokens",
+        "--temperature",
+        "--ctx-size",
+        "--set",
+    ),
     *("--json", "--threads", "--help"),
 )
 
@@ -64,6 +73,7 @@ class GenerateFlags(ModelFlags):
         prompt: what to answer, as QUESTION; - reads it from standard input, and the input of a
             pipe follows it.
         prompt_file: a file with the prompt.
+        image: an image that the question is about; several in their order.
         ids: token ids to continue instead of a text, such as "1 15043".
         raw: continue the prompt as it is, without a chat template.
         system: the system message.
@@ -76,6 +86,7 @@ class GenerateFlags(ModelFlags):
 
     prompt: str | None = option()
     prompt_file: str | None = option(metavar="FILE")
+    image: tuple[str, ...] = option((), metavar="FILE")
     ids: str | None = option(metavar="IDS")
     raw: bool = option(False)
     system: str | None = option()

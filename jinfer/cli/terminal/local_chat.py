@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import chat_loop, show_answer
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
-from jinfer.cli.terminal.slash_commands import plural
+from jinfer.cli.terminal.slash_commands import Content, plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.engine.requests import RequestError
@@ -36,21 +36,23 @@ class LocalChat(chat_loop.ChatSession):
         if "max_tokens" not in canonical_names(llm.session.opened.defaults):
             self.sampling["max_tokens"] = None
 
-    def answer(self, message: str) -> None:
+    def answer(self, message: Content) -> None:
         """Answer a message."""
         params = self.params()
         question: Message = {"role": "user", "content": message}
         room = self.llm.session.capacity
-        ids, kept = drop_oldest_turns(
-            self.llm.encode_chat, [*self.answered_messages(), question], room, params.max_tokens
+        encode, messages = (
+            self.llm.session.encode_conversation,
+            [*self.answered_messages(), question],
         )
+        prompt, kept = drop_oldest_turns(encode, messages, room, params.max_tokens)
         if dropped := len(self.answered_messages()) + 1 - len(kept):
             print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
-        most = min(params.max_tokens or room, room - len(ids))
+        most = min(params.max_tokens or room, room - len(prompt))
         chunks: list[Chunk] = []
         waited, screen = self.llm.compile_seconds, WrappingWriter()
-        with contextlib.closing(self.llm.stream(ids, params, max_tokens=most)) as stream:
-            interrupted = print_answer(stream, chunks, screen, self.llm, len(ids))
+        with contextlib.closing(self.llm.stream(prompt, params, max_tokens=most)) as stream:
+            interrupted = print_answer(stream, chunks, screen, self.llm, len(prompt))
         self.messages = kept
         if not chunks:
             screen.end(chat_loop.UNANSWERED)
@@ -81,13 +83,13 @@ class LocalChat(chat_loop.ChatSession):
         ]
 
 
-def drop_oldest_turns(
-    encode: Callable[[Sequence[Message]], list[int]],
+def drop_oldest_turns[P: Sized](
+    encode: Callable[[Sequence[Message]], P],
     messages: Sequence[Message],
     room: int,
     max_tokens: int | None,
-) -> tuple[list[int], list[Message]]:
-    """The token ids of a conversation and its messages, shortened to leave room for an answer.
+) -> tuple[P, list[Message]]:
+    """The tokens of a conversation and its messages, shortened to leave room for an answer.
 
     The oldest turns are dropped first, never the system message or the last question. A few more
     than needed are dropped at once, so that the next prompts hit the prefix cache.
@@ -101,15 +103,15 @@ def drop_oldest_turns(
     """
     kept = list(messages)
     reserved = min(max_tokens or room, room // _SHARE)
-    while len(ids := encode(kept)) + reserved > room:
+    while len(prompt := encode(kept)) + reserved > room:
         if not chat_loop.drop_oldest_turn(kept):
             break
-    if len(ids) >= room:
+    if len(prompt) >= room:
         raise RequestError(
-            f"the message takes {len(ids)} of the {room} tokens that there are; shorten it, or "
+            f"the message takes {len(prompt)} of the {room} tokens that there are; shorten it, or "
             "start with a larger --set engine.context"
         )
-    return ids, kept
+    return prompt, kept
 
 
 def rates(usage: Usage, compiled: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from jinfer.api.prompt_inputs import parse_params
 from jinfer.cli.terminal import chat_loop
 from jinfer.cli.terminal.http_client import RemoteError, ServerConnection, dicts_in
-from jinfer.cli.terminal.slash_commands import plural
+from jinfer.cli.terminal.slash_commands import Content, plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
 from jinfer.progress import task
@@ -181,7 +181,7 @@ class RemoteChat(chat_loop.ChatSession):
         self.last = RemoteAnswer()
         self._asked = self._answered = 0
 
-    def answer(self, message: str) -> None:
+    def answer(self, message: Content) -> None:
         """Answer a message; drop the oldest turns if the context is full."""
         kept: list[Message] = [*self.answered_messages(), {"role": "user", "content": message}]
         dropped, screen = 0, WrappingWriter()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinfer.api.image_inputs import EncodedPrompt
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import INTERRUPTED, show_answer
@@ -25,6 +26,7 @@ from jinfer.cli.terminal.flag_conflicts import (
 )
 from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
+from jinfer.cli.terminal.slash_commands import image_part
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.completion import Chunk
@@ -36,7 +38,8 @@ from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
-from jinfer.startup.imports import interrupts_raised
+from jinfer.startup import interrupts_raised
+from jinfer.template.chat_prompt import Message
 
 MAX_PROMPT = 64 << 20  # bytes
 
@@ -108,11 +111,13 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
             print(llm.session.described(), file=sys.stderr)
         print(llm.session.cache_report(), file=sys.stderr)
     if chat:
-        return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
-    ids = _asked(llm, prompt or "", options)
+        session = LocalChat(llm)
+        session.images += map(image_part, options.image or ())
+        return session.run(prompt if isinstance(prompt, str) else None)
+    encoded = _asked(llm, prompt or "", options)
     if options.explain_speculation:
-        return show_answer.explain(llm, ids)
-    return _answer(llm, ids, options.json)
+        return show_answer.explain(llm, encoded)
+    return _answer(llm, encoded, options.json)
 
 
 def _prompt(options: argparse.Namespace) -> str | list[int]:
@@ -152,7 +157,7 @@ def _text(file: str | None) -> str:
         raise RequestError(f"{name}: is no text in UTF-8") from None
 
 
-def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
+def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> EncodedPrompt:
     """Encode the first prompt before weights are loaded, so that its errors show early."""
     if llm.spec.decoder is None:
         raise RequestError(
@@ -160,30 +165,33 @@ def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None
             "Python and /v1/embeddings of jinfer serve"
         )
     check_effects(sampling(options).keys(), llm.params())
-    if (prompt is None or options.system is not None) and not llm.can_chat:
+    chat = prompt is None or options.system is not None or options.image
+    if chat and not llm.can_chat:
         raise RequestError(
             "the model has no chat template or no tokenizer; "
             "set prompt.template, or continue a text with --raw --prompt"
         )
-    return [] if prompt is None else _asked(llm, prompt, options)
+    return EncodedPrompt([]) if prompt is None else _asked(llm, prompt, options)
 
 
-def _asked(llm: LLM, prompt: str | list[int], options: argparse.Namespace) -> list[int]:
-    """The prompt's token ids: as a chat message if the model can chat, else as plain text."""
+def _asked(llm: LLM, prompt: str | list[int], options: argparse.Namespace) -> EncodedPrompt:
+    """The prompt's tokens: as a chat message if the model can chat, else as plain text."""
     if isinstance(prompt, str) and not options.raw and llm.can_chat:
-        return llm.encode_chat(prompt)
-    return llm.encode(prompt)
+        parts: list[Message] = [{"type": "image", "image": name} for name in options.image or ()]
+        content = [*parts, {"type": "text", "text": prompt}]
+        return llm.session.encode_conversation([{"role": "user", "content": content}])
+    return llm.session.encode_prompt(prompt)
 
 
-def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
+def _answer(llm: LLM, prompt: EncodedPrompt, as_json: bool) -> int:
     params = llm.params()
     if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
-        return _answers(llm, ids, params, as_json)
+        return _answers(llm, prompt, params, as_json)
     chunks: list[Chunk] = []
     screen = WrappingWriter()
     show = (lambda text: None) if as_json else screen
-    with contextlib.closing(llm.stream(ids, params)) as stream:
-        interrupted = show_answer.print_answer(stream, chunks, show, llm, len(ids))
+    with contextlib.closing(llm.stream(prompt, params)) as stream:
+        interrupted = show_answer.print_answer(stream, chunks, show, llm, len(prompt))
     usage = show_answer.usage_of(llm, interrupted)
     if as_json:
         show_answer.print_report(llm, [show_answer.report_of_chunks(chunks)], usage)
@@ -193,10 +201,10 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
     return INTERRUPTED if interrupted else 0
 
 
-def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
+def _answers(llm: LLM, prompt: EncodedPrompt, params: SamplingParams, as_json: bool) -> int:
     """Generate several answers, or answers that are known only at the end."""
     with task("answering"):
-        found = llm.generate(ids, params)
+        found = llm.generate(prompt, params)
     usage = found[0].usage
     if as_json:
         show_answer.print_report(llm, list(map(show_answer.report_of_completion, found)), usage)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jinfer import progress
+from jinfer.api.image_inputs import EncodedPrompt
 from jinfer.api.llm import LLM
 from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.flag_conflicts import FlagError
@@ -158,7 +159,7 @@ _COLOURS = ("32", "36", "35", "33", "34", "31")  # ANSI codes of text colours
 _PLAIN = "0"
 
 
-def explain(llm: LLM, ids: list[int]) -> int:
+def explain(llm: LLM, prompt: EncodedPrompt) -> int:
     """Generate an answer; return the exit status. Raises `FlagError` without a draft source."""
     # Imported here, because it imports Flax, which answers from cached programs do not need.
     from jinfer.speculate.speculative_decoding import SpeculativeDecoder
@@ -173,7 +174,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
         raise FlagError("--explain-speculation: nothing is drafted for a beam search")
     colours, chunks = SourceColours(), list[Chunk]()
     with (
-        contextlib.closing(llm.stream(ids, params)) as stream,
+        contextlib.closing(llm.stream(prompt, params)) as stream,
         watch_ctrl_c() as pressed,
     ):
         for chunk in stream:

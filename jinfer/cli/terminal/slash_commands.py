@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinfer.api.image_inputs import read_image_file
 from jinfer.api.prompt_inputs import parse_messages
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint
@@ -19,12 +22,15 @@ from jinfer.template.chat_prompt import Message
 
 MAX_BYTES = 16 << 20  # of a saved conversation
 
+type Content = str | list[Message]  # of a message: a text, or parts with images
+
 
 class Chat(ABC):
     """A conversation and its settings.
 
     Attributes:
         messages: the conversation; the last one is the user's if Ctrl-C came before its answer.
+        images: images for the next message, as parts.
         sampling: sampling parameters that differ from the model's defaults.
         file: the file that it was last saved to or loaded from.
         ended: whether the user has ended the chat.
@@ -32,12 +38,13 @@ class Chat(ABC):
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.images: list[Message] = []
         self.sampling: dict[str, Any] = {}
         self.file: Path | None = None
         self.ended = False
 
     @abstractmethod
-    def answer(self, message: str) -> None:
+    def answer(self, message: Content) -> None:
         """Answer a message.
 
         After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
@@ -118,11 +125,11 @@ def _retry(chat: Chat, rest: str) -> None:
         raise
 
 
-def _remove_last_question(chat: Chat) -> str:
+def _remove_last_question(chat: Chat) -> Content:
     """Removes and returns the last question, with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
-            question = str(chat.messages[place]["content"])
+            question: Content = chat.messages[place]["content"]
             chat.messages = chat.messages[:place]
             return question
     raise RequestError("there is no question yet")
@@ -132,6 +139,18 @@ def _system(chat: Chat, text: str) -> None:
     others = [m for m in chat.messages if m["role"] != "system"]
     chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
     print("(from now on)" if text else "(none but the model's own)")
+
+
+def _image(chat: Chat, name: str) -> None:
+    chat.images.append(image_part(name))
+    print(f"({plural(len(chat.images), 'image')} for the next message)")
+
+
+def image_part(name: str) -> Message:
+    """An image file as a part of a message, as requests have it. Raises `RequestError`."""
+    data = base64.b64encode(read_image_file(Path(name))).decode()
+    kind = mimetypes.guess_type(name)[0] or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -188,6 +207,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "system": SlashCommand(
         _system, "[TEXT]", "sets the system message; without TEXT there is none"
     ),
+    "image": SlashCommand(_image, "FILE", "adds an image to the next message"),
     "set": SlashCommand(_set, "[KEY=VALUE]", "sets a sampling parameter; alone: shows what is set"),
     "save": SlashCommand(_save, "FILE", "writes the conversation as JSON"),
     "load": SlashCommand(_load, "FILE", "goes on with a conversation from a file"),

@@ -178,8 +178,13 @@ def _refuse_dangling(folder: Path) -> None:
             raise CheckpointError(path, reason)
 
 
+MMPROJ = "*mmproj*.gguf"  # llama.cpp's files of encoders of images
+
+
 def _open_single(folder: Path, names: list[str]) -> Checkpoint:
-    if found := _choose(folder, names, "*.gguf"):
+    # A file of an encoder of images belongs to another, the language model's.
+    texts = [name for name in names if not fnmatch(name.lower(), MMPROJ)]
+    if found := _choose(folder, texts, "*.gguf"):
         return open_gguf(found[0])
     others = [name for name in names if name.endswith(".bin")]
     if len(others) == 1:

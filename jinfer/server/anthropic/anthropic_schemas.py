@@ -31,7 +31,8 @@ class _SourceFields(base.RequestModel):
     text: str | None = None
     source: str | dict[str, Any] | None = Field(
         None,
-        description="for documents: an object of type text or content; for search results: a URL",
+        description="for documents: an object of type text or content; for images: of type base64 "
+        "or url; for search results: a URL",
     )
     title: str | None = None
     context: str | None = None
@@ -40,7 +41,7 @@ class _SourceFields(base.RequestModel):
 
 
 class ResultBlock(_SourceFields):
-    """A part of a tool result; only text is supported."""
+    """A part of a tool result: text or an image."""
 
     type: Literal["text", "image", "document", "search_result", "tool_reference"]
     content: list[TextBlock] | None = Field(None, description="for search results")
@@ -48,7 +49,7 @@ class ResultBlock(_SourceFields):
 
 
 class UserBlock(_SourceFields):
-    """A content block of a user's message; only text is supported."""
+    """A content block of a user's message: text, an image, or the result of a tool."""
 
     type: Literal["text", "image", "document", "search_result", "tool_result", "container_upload"]
     content: str | list[ResultBlock] | None = Field(

@@ -22,8 +22,9 @@ from jinfer.server.anthropic.anthropic_schemas import (
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.ignored_fields import Ignore
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.request_body import Ignore, validated
+
+type Content = str | dict[str, Any]  # a text, or an image as a part of a chat message
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -39,7 +40,7 @@ def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
     """
     messages = _Messages(ignore)
     if body.system:
-        messages.add("system", _texts(body.system, "system"))
+        messages.add("system", _parts(body.system, "system"))
     for number, message in enumerate(body.messages):
         messages.take(message, f"messages.{number}")
     chat: dict[str, Any] = {
@@ -113,7 +114,10 @@ def _function(tool: ClientTool) -> dict[str, Any]:
 
 
 class _Messages:
-    """Collects chat messages; consecutive messages of a role become a single message."""
+    """Collects chat messages; consecutive messages of a role become a single message.
+
+    The content of `done` is a text, or a list of parts if there are images.
+    """
 
     def __init__(self, ignore: Ignore) -> None:
         self.done: list[dict[str, Any]] = []
@@ -128,38 +132,39 @@ class _Messages:
         else:
             self._user(message, message.content, f"{path}.content")
 
-    def add(self, role: str, texts: Sequence[str], **more: Any) -> None:
-        """Add texts of a role."""
+    def add(self, role: str, content: Sequence[Content], **more: Any) -> None:
+        """Add texts and images of a role."""
         last = self.done[-1] if self.done else {}
         if role == "tool" or last.get("role") != role:
-            self.done.append({"role": role, "content": "\n".join(texts), **more})
+            self.done.append({"role": role, "content": _joined(content), **more})
             return
-        if texts:
-            parts = [last["content"]] if last["content"] else []
-            last["content"] = "\n".join([*parts, *texts])
+        if content:
+            before = last["content"] or []
+            parts = [before] if isinstance(before, str) else before
+            last["content"] = _joined([*parts, *content])
         if thought := more.get("reasoning_content"):
             last["reasoning_content"] = last.get("reasoning_content", "") + thought
         if calls := more.get("tool_calls"):
             last["tool_calls"] = [*last.get("tool_calls", []), *calls]
 
     def _user(self, message: UserMessage, blocks: Iterable[UserBlock], path: str) -> None:
-        texts: list[str] = []
+        content: list[Content] = []
         for number, block in enumerate(blocks):
             place = f"{path}.{number}"
             if block.type != "tool_result":
-                texts.append(_text(block, place))
+                content.append(_part(block, place))
                 continue
             if block.tool_use_id is None or message.role != "user":
                 raise invalid_request("a tool_result needs a tool_use_id, from a user", place)
-            if texts:
-                self.add(message.role, texts)
-                texts = []
-            text = "\n".join(_texts(block.content or "", f"{place}.content"))
-            if block.is_error and not text.casefold().startswith("error"):
-                text = f"Error: {text}"
-            self.add("tool", [text], tool_call_id=block.tool_use_id)
-        if texts:
-            self.add(message.role, texts)
+            if content:
+                self.add(message.role, content)
+                content = []
+            found = _parts(block.content or "", f"{place}.content")
+            if block.is_error:
+                found = _as_error(found)
+            self.add("tool", found, tool_call_id=block.tool_use_id)
+        if content:
+            self.add(message.role, content)
 
     def _answer(self, blocks: Iterable[AnswerBlock], path: str) -> None:
         texts: list[str] = []
@@ -190,10 +195,46 @@ class _Messages:
         self.add("assistant", texts, **more)
 
 
-def _texts(content: str | Sequence[TextBlock | ResultBlock], path: str) -> list[str]:
+def _joined(content: Sequence[Content]) -> str | list[dict[str, Any]]:
+    """Join texts; with images they become parts of a chat message."""
+    texts = [part for part in content if isinstance(part, str)]
+    if len(texts) == len(content):
+        return "\n".join(texts)
+    return [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]
+
+
+def _as_error(content: list[Content]) -> list[Content]:
+    """Mark the result of a tool that failed."""
+    first = content[0] if content and isinstance(content[0], str) else None
+    if first is not None and first.casefold().startswith("error"):
+        return content
+    return [f"Error: {first or ''}", *content[first is not None :]]
+
+
+def _parts(content: str | Sequence[TextBlock | ResultBlock], path: str) -> list[Content]:
     if isinstance(content, str):
         return [content]
-    return [_text(item, f"{path}.{number}") for number, item in enumerate(content)]
+    return [_part(item, f"{path}.{number}") for number, item in enumerate(content)]
+
+
+def _part(block: TextBlock | ResultBlock | UserBlock, path: str) -> Content:
+    """Return the image of a content block, or its text with its title and source."""
+    if not isinstance(block, TextBlock) and block.type == "image":
+        return {"type": "image_url", "image_url": {"url": _image_url(block.source, path)}}
+    return _text(block, path)
+
+
+def _image_url(source: str | dict[str, Any] | None, path: str) -> str:
+    match source:
+        case {"type": "base64", "data": str(data)}:
+            return f"data:;base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            return url
+        case {"type": "file"}:
+            raise unsupported_field(
+                "files are not read; send the image in base64", f"{path}.source"
+            )
+    raise invalid_request("an image needs a source of the type base64 or url", f"{path}.source")
 
 
 def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
@@ -210,9 +251,11 @@ def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
             raise unsupported_field(f"the model does not read documents of the type {kind}", path)
         return "\n".join(item for item in (block.title, block.context, text) if item)
     if block.type == "search_result" and isinstance(source, str) and block.content is not None:
-        inner = _texts(block.content, f"{path}.content")
-        return "\n".join(item for item in (block.title, source, *inner) if item)
-    if block.type in ("image", "container_upload", "tool_reference"):
+        inner = _joined(_parts(block.content, f"{path}.content"))
+        if not isinstance(inner, str):
+            raise unsupported_field("images of search results are not read", f"{path}.content")
+        return "\n".join(item for item in (block.title, source, inner) if item)
+    if block.type in ("container_upload", "tool_reference"):
         raise unsupported_field(f"the model does not read {block.type}", path)
     needs = {"text": "text", "document": "source", "search_result": "source and content"}
     raise invalid_request(f"a {block.type} block needs {needs[block.type]}", path)
@@ -248,4 +291,4 @@ def field_name(field: str, body: ConversationFields) -> str:
     if field.startswith("tools."):
         field = field.replace(".function.parameters", ".input_schema", 1)
         return field.replace(".function.", ".", 1)
-    return _NAMES.get(field, field)
+    return _NAMES.get(field, field.replace(".image_url", ".source"))

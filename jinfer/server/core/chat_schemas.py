@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http import schema_base as base
@@ -15,13 +16,33 @@ CacheControl = Annotated[
 ]
 
 
+ImageDetail = Annotated[
+    Literal["auto", "low", "high", "original"] | None,
+    base.Ignored("images have the model's own resolution", ("auto",)),
+]
+
+
+class ImageUrl(base.RequestModel):
+    """An image: a data URL, or the URL of an allowed host or folder."""
+
+    url: str
+    detail: ImageDetail = None
+
+
+def _image_object(value: Any) -> Any:
+    if isinstance(value, str):
+        raise PydanticCustomError("type", 'write an object: {"url": "data:image/png;base64,..."}')
+    return value
+
+
 class ContentPart(base.RequestModel):
-    """A content part of a message; only text is supported."""
+    """A content part of a message; text and images are supported."""
 
     type: Literal["text", "refusal", "image_url", "input_audio", "file"]
     text: str | None = None
     refusal: str | None = None
-    image_url: dict[str, Any] | None = None
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_image_object)] = None
+    uuid: str | None = Field(None, description="not needed: equal images are found by content")
     input_audio: dict[str, Any] | None = None
     file: dict[str, Any] | None = None
     cache_control: CacheControl = None

@@ -19,8 +19,13 @@ from jinfer.server.core.request_params import CHAT, RequestOptions, request_opti
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.core.thinking_choice import BUDGET, UNLIMITED, ThinkingChoice
 from jinfer.server.core.tool_calls import output_parsing
-from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.http_errors import (
+    ApiError,
+    as_api_error,
+    invalid_request,
+    unsupported_field,
+)
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputParsing
@@ -52,11 +57,15 @@ def prepare_chat(
     """
     session = model.session
     prompt = build_chat_prompt(chat, session, settings, ignore)
-    ids = prompt.ids()
+    encoded = prompt.encoded()
+    if encoded.images and chat.prompt_logprobs is not None:
+        raise unsupported_field("a prompt with images has no log-probabilities", "prompt_logprobs")
+    ids = encoded.ids
     if context:
         # One BOS token is enough; in ChatML it begins each message.
         has_bos = ids[0] == session.tokenizer.bos_id and ids[0] not in ids[1:]
-        ids = [*context, *ids[has_bos:]]
+        encoded = encoded.after(context, int(has_bos))
+        ids = encoded.ids
     parsing = output_parsing(chat, prompt.template, session.opened.tokenizer, ids, ignore)
     fields_elsewhere = CHAT_FIELDS | prompt.thinking.unused.keys()
     changes: dict[str, Any] = dict(parsing.param_changes)
@@ -74,7 +83,7 @@ def prepare_chat(
     elif options.params.constrained:
         options, parsing = _constrained(options, parsing)
     return prepare_prompt(
-        session, ids, options, param="messages", timeout=settings.timeout, parsing=parsing
+        session, encoded, options, param="messages", timeout=settings.timeout, parsing=parsing
     )
 
 

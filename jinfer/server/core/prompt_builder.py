@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import orjson
 
 from jinfer.api.generation_requests import with_fim_ends
+from jinfer.api.image_inputs import EncodedPrompt, encode_conversation
 from jinfer.api.session import Session
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
-from jinfer.server.core.chat_schemas import ChatTemplateFields, Message, Tool, ToolCall
+from jinfer.server.core.chat_schemas import (
+    ChatTemplateFields,
+    ContentPart,
+    Message,
+    Tool,
+    ToolCall,
+)
+from jinfer.server.core.image_parts import ImageParts
 from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.core.thinking_choice import ThinkingChoice, choose_thinking
 from jinfer.server.http.http_errors import (
@@ -21,7 +31,7 @@ from jinfer.server.http.http_errors import (
     invalid_request,
     unsupported_field,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.schema_base import MAX_ITEMS
 from jinfer.server.http.server_settings import RESERVED_VARIABLES, ServerSettings
 from jinfer.server.tool_parsers.parser_registry import tool_call_format
@@ -33,8 +43,8 @@ from jinfer.server.tool_parsers.template_shape import (
     tools_as_text,
     tools_in_system,
 )
-from jinfer.template import TemplateError
 from jinfer.template.chat_prompt import CONTINUE, Conversation
+from jinfer.template.message_content import images_as_text
 from jinfer.tokenizer import Tokenizer, TokenizerError
 from jinfer.tokenizer.fill_in_middle import infill_prompt
 
@@ -51,6 +61,7 @@ class ChatPrompt:
         messages: the messages as the template reads them.
         variables: the other variables of the template.
         tokenizer: the model's tokenizer.
+        images: the images of the messages, in order.
     """
 
     template: Conversation
@@ -58,10 +69,16 @@ class ChatPrompt:
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     tokenizer: Tokenizer
+    images: list[bytes]
+
+    def encoded(self) -> EncodedPrompt:
+        """Render the tokens of the prompt, with its images. Raises `ApiError`."""
+        encode = partial(encode_conversation, self.template, images=self.images)
+        return self._rendered(encode)
 
     def ids(self) -> list[int]:
         """Render the token ids of the prompt. Raises `ApiError`."""
-        return self._rendered(self.template.encode)
+        return self.encoded().ids
 
     def text(self) -> str:
         """Render the text of the prompt. Raises `ApiError`."""
@@ -70,7 +87,7 @@ class ChatPrompt:
     def _rendered[T](self, render: Callable[..., T]) -> T:
         try:
             return render(self.tokenizer, self.messages, **self.variables)
-        except (TemplateError, RequestError) as error:
+        except USER_ERRORS as error:
             raise as_api_error(error, param="messages") from error
 
 
@@ -98,15 +115,17 @@ def build_chat_prompt(
     if tools and template.reads("tools"):
         variables["tools"] = tools
     variables |= _answer_start(chat, template)
-    messages = template_messages(chat.messages, template)
-    if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
+    images = ImageParts(settings, template.image is not None)
+    messages = template_messages(chat.messages, template, images)
+    if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
         messages = _with_calls(template, messages, tools)
     if not template.has_template:
         raise invalid_request(
             "the model has no chat template; use /v1/completions, or set prompt.template",
             "messages",
         )
-    return ChatPrompt(template, thinking, messages, variables, session.tokenizer)
+    tokenizer = session.tokenizer
+    return ChatPrompt(template, thinking, messages, variables, tokenizer, images.images)
 
 
 def _chat_template(
@@ -184,20 +203,26 @@ def _with_calls(
     way = detect_shape(template) if template else None
     if way is None or (tools and not template_.reads("tools")):
         role = "system" if not template or accepts_system(template) else "user"
-        with_text = tools_as_text(messages, [] if template_.reads("tools") else tools, role)
+        listed = [] if template_.reads("tools") else tools
+        with_text = tools_as_text(images_as_text(messages), listed, role)
         return tools_in_system(with_text, tools) if tools and IN_SYSTEM in template else with_text
     mistral = tool_call_format(template, template_.prompt.tool_calls).name == "mistral"
     return convert_messages(messages, way, short_ids=mistral)
 
 
 def template_messages(
-    messages: Sequence[Message], conversation: Conversation
+    messages: Sequence[Message], conversation: Conversation, images: ImageParts
 ) -> list[dict[str, Any]]:
-    """Convert messages to the form that chat templates read."""
-    return [_message(message, f"messages.{i}", conversation) for i, message in enumerate(messages)]
+    """Convert messages to the form that chat templates read, and collect their images."""
+    return [
+        _message(message, f"messages.{i}", conversation, images)
+        for i, message in enumerate(messages)
+    ]
 
 
-def _message(message: Message, path: str, conversation: Conversation) -> dict[str, Any]:
+def _message(
+    message: Message, path: str, conversation: Conversation, images: ImageParts
+) -> dict[str, Any]:
     role = message.role
     if role not in _ROLES and not conversation.has_role(role):
         known = ", ".join(_ROLES)
@@ -208,7 +233,7 @@ def _message(message: Message, path: str, conversation: Conversation) -> dict[st
     if role == "developer" and not conversation.reads(role):
         role = "system"
     role = "tool" if role == "function" else role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, path)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message, path, images)}
     thought = message.reasoning_content or message.reasoning
     optional = {"name": message.name, "reasoning_content": thought}
     for name, value in {**optional, "tool_call_id": message.tool_call_id}.items():
@@ -249,7 +274,7 @@ def parse_arguments(text: str, path: str) -> dict[str, Any]:
     return value
 
 
-def _content(message: Message, path: str) -> str:
+def _content(message: Message, path: str, images: ImageParts) -> str | list[dict[str, Any]]:
     content = message.content
     if content is None and message.role in ("system", "developer", "user"):
         raise invalid_request(
@@ -257,17 +282,23 @@ def _content(message: Message, path: str) -> str:
         )
     if content is None or isinstance(content, str):
         return content or message.refusal or ""
-    texts = []
-    for i, part in enumerate(content):
-        text = part.text if part.type == "text" else part.refusal
-        if part.type not in ("text", "refusal"):
-            raise unsupported_field(f"the model does not read {part.type}", f"{path}.content.{i}")
-        if text is None:
-            raise invalid_request(
-                f"a part of the type {part.type} needs {part.type}", f"{path}.content.{i}"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    before = len(images.images)
+    parts = [_part(part, f"{path}.content.{i}", images) for i, part in enumerate(content)]
+    if len(images.images) > before:
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: ContentPart, path: str, images: ImageParts) -> dict[str, Any]:
+    """Convert a part of a message to the form that chat templates read."""
+    if part.type not in ("text", "refusal", "image_url"):
+        raise unsupported_field(f"the model does not read {part.type}", path)
+    if (value := getattr(part, part.type)) is None:
+        raise invalid_request(f"a part of the type {part.type} needs {part.type}", path)
+    if part.type != "image_url":
+        return {"type": "text", "text": value}
+    images.add(value.url, f"{path}.image_url")
+    return {"type": "image"}
 
 
 def _plain(tool: Tool) -> Any:

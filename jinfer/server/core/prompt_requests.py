@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jinfer.api.image_inputs import EncodedPrompt
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.request_errors import ConstraintError
@@ -32,7 +33,7 @@ class PromptRequests:
 
 def prepare_prompt(
     session: Session,
-    ids: list[int],
+    prompt: list[int] | EncodedPrompt,
     options: RequestOptions,
     *,
     param: str,
@@ -49,7 +50,11 @@ def prepare_prompt(
     Raises:
         ApiError: the request cannot be run.
     """
-    ids = truncate_prompt(ids, options.truncate, session.opened.context - 1, first=options.first)
+    whole = prompt if isinstance(prompt, EncodedPrompt) else EncodedPrompt(prompt)
+    fits = session.opened.context - 1
+    ids = truncate_prompt(whole.ids, options.truncate, fits, first=options.first)
+    if whole.images and len(ids) < len(whole):
+        raise invalid_request("a prompt with images is not truncated", "truncate_prompt_tokens")
     limits = [item for item in (timeout, options.seconds) if item is not None]
     context = session.opened.context
     if len(ids) >= context:
@@ -65,6 +70,7 @@ def prepare_prompt(
             adapter=options.adapter,
             priority=options.priority,
             timeout=min(limits, default=None),
+            images=whole.images,
         )
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=field_of_error(error, options) or param) from error

@@ -88,6 +88,9 @@ class ServerSettings:
         ping: seconds of silence until a stream sends a comment.
         retry_after: the Retry-After header of refused requests, in seconds.
         max_prompts: maximum number of prompts in a request.
+        limit_images: maximum number of images in a prompt.
+        image_hosts: a host from which images are downloaded, as HOST or HOST:PORT; no others are.
+        image_folder: folder whose images requests may name by file: URLs.
         log_prompts: log prompts and answers.
         request_templates: allow requests to have their own chat templates.
         strict: reject fields without effect, and names of models that are not served.
@@ -127,6 +130,9 @@ class ServerSettings:
     ping: NotNegative = option(15.0)
     retry_after: int = 1
     max_prompts: Size = option(2048)
+    limit_images: Count = option(32)
+    image_hosts: tuple[str, ...] = option((), metavar="HOST")
+    image_folder: str | None = option(None, metavar="FOLDER")
     log_prompts: bool = option(False)
     request_templates: bool = option(False, flag="--request-chat-templates")
     strict: bool = option(False)

@@ -6,15 +6,20 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, RootModel
 
+from jinfer.api.image_inputs import EncodedPrompt, encode_images
 from jinfer.api.session import Session
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, completion
 from jinfer.server.core import usage
+from jinfer.server.core.endpoint import Routes
+from jinfer.server.core.image_parts import ImageParts
 from jinfer.server.core.prompt_builder import (
     _no_tokens,
+    check_prompt_count,
     fim_options,
     is_single_prompt,
     prompt_ids,
@@ -30,21 +35,31 @@ from jinfer.server.core.sampling_fields import (
 )
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http import schema_base as base
-from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.http.schema_base import ResponseModel
+from jinfer.server.http.http_errors import as_api_error, invalid_request, unsupported_field
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    batch_bytes,
+    sse_event,
+)
+from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.llamacpp.llamacpp_response import set_parameters, slot_of, statistics
 from jinfer.server.models.served_model import ServedModel
 from jinfer.tokenizer import TokenizerError
 from jinfer.tokenizer.fill_in_middle import infill_prompt
 from jinfer.version import __version__
 
+MEDIA_MARKER = "<__media__>"
+
+routes = Routes(tag="llama.cpp")
+
 
 class LlamaText(base.RequestModel):
-    """A prompt with optional multimodal data, which is not supported."""
+    """A prompt with images."""
 
-    prompt_string: str
-    multimodal_data: Annotated[list[str], Field(max_length=0)] | None = None
+    prompt_string: str = Field(description=f"has {MEDIA_MARKER} at the place of each image")
+    multimodal_data: list[str] | None = Field(None, description="images in base64")
 
 
 _Piece = str | int
@@ -101,13 +116,28 @@ class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
     """The response of /completion: one answer, or a list of several."""
 
 
+class Props(base.ResponseModel):
+    """The response of /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    media_marker: str
+    is_sleeping: bool
+    build_info: str
+
+
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
+@routes.add("POST /completion", LlamaResponse, stream=SSE_MEDIA_TYPE)
 async def completion_route(
     request: RequestContext[LlamaRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a completion request."""
+    """Continue texts."""
     return await answer_prompts(request, _prepare_prompts)
 
 
@@ -138,20 +168,60 @@ def _prepare_prompts(
 ) -> list[PromptRequests]:
     session, limit = model.session, request.service.settings.max_prompts
     sampling = request_options(request.body, session, LLAMA_CPP, None, _ROUTE)
-    prompts = prompt_ids(_plain(request.body.prompt), session, limit)
-    return prepare_llama(request, session, prompts, sampling)
+    prompt, settings = request.body.prompt, request.service.settings
+    listed = prompt if isinstance(prompt, list) else [prompt]
+    if not any(isinstance(item, LlamaText) and item.multimodal_data for item in listed):
+        prompts = prompt_ids(_plain(prompt), session, limit)
+        return prepare_llama(request, session, prompts, sampling)
+    check_prompt_count(listed, limit, "prompt")
+    encoded = [
+        _with_images(item, session, settings)
+        if isinstance(item, LlamaText)
+        else EncodedPrompt(prompt_ids([item], session, limit)[0])
+        for item in listed
+    ]
+    return prepare_llama(request, session, encoded, sampling)
+
+
+def _with_images(prompt: LlamaText, session: Session, settings: ServerSettings) -> EncodedPrompt:
+    """Tokenize a text with images at its markers. Raises `ApiError`."""
+    conversation, tokenizer = session.opened.conversation, session.tokenizer
+    spec = conversation.image
+    images = ImageParts(settings, spec is not None)
+    for data in prompt.multimodal_data or ():
+        images.add(f"data:;base64,{data}", "prompt.multimodal_data")
+    text = prompt.prompt_string
+    if (count := text.count(MEDIA_MARKER)) != len(images.images):
+        raise invalid_request(
+            f"prompt_string has {count} times {MEDIA_MARKER}, and multimodal_data has "
+            f"{len(images.images)} images",
+            "prompt",
+        )
+    # Imported here, because text alone does not need it.
+    from jinfer.images import hide_marker
+
+    marker = conversation.image_marker(tokenizer)
+    pieces = [hide_marker(piece, marker) for piece in text.split(MEDIA_MARKER)]
+    try:
+        text = marker.join(pieces)
+        return encode_images(tokenizer, text, images.images, spec, special=True)
+    except USER_ERRORS as error:
+        raise as_api_error(error, param="prompt") from error
 
 
 def prepare_llama(
     request: RequestContext[LlamaRequest],
     session: Session,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int] | EncodedPrompt],
     sampling: RequestOptions,
     param: str = "prompt",
 ) -> list[PromptRequests]:
     """Prepare the engine requests of prompts. Raises `ApiError`."""
     timeout = request.service.settings.timeout
-    return [prepare_prompt(session, ids, sampling, param=param, timeout=timeout) for ids in prompts]
+    return [
+        prepare_prompt(session, prompt, sampling, param=param, timeout=timeout)
+        for prompt in prompts
+    ]
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
@@ -286,8 +356,9 @@ def _end(answer: _CompletionFormatter, index: int, chunks: list[Chunk]) -> bytes
     return sse_event({name: empty.get(name, value) for name, value in whole.items()})
 
 
+@routes.add("GET /props", Props, query=("model",))
 async def props(request: RequestContext[Any]) -> HttpResponse:
-    """Describe a model, as llama.cpp's /props."""
+    """Describe a model and its default parameters."""
     name = request.http.query_params.get("model")
     async with request.service.models.peek(name) as model:
         session, opened = model.session, model.session.opened
@@ -307,7 +378,8 @@ async def props(request: RequestContext[Any]) -> HttpResponse:
                 "model_path": model.source.path,
                 "chat_template": conversation.prompt.template or conversation.jinja or "",
                 **names,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": conversation.image is not None, "audio": False},
+                "media_marker": MEDIA_MARKER,
                 "is_sleeping": model.state == "sleeping",
                 "build_info": f"jinfer {__version__}",
             }
@@ -317,8 +389,9 @@ async def props(request: RequestContext[Any]) -> HttpResponse:
 _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
+@routes.add("POST /infill", LlamaResponse, stream=SSE_MEDIA_TYPE)
 async def infill(request: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
-    """Handle a request to fill in the middle of a text."""
+    """Fill in the middle of a text."""
     if not isinstance(request.body.prompt, str):
         raise invalid_request("it must be a text, which follows input_prefix", "prompt")
     return await answer_prompts(request, _prepare_infill)
@@ -345,16 +418,3 @@ def _prepare_infill(
         raise _no_tokens(error, "input_suffix") from error
     options = fim_options(session, sampling)
     return prepare_llama(request, session, [ids], options, param="input_prefix")
-
-
-class Props(ResponseModel):
-    """Describe a model, as llama.cpp's /props."""
-
-    default_generation_settings: dict[str, Any]
-    total_slots: int
-    model_alias: str
-    model_path: str
-    chat_template: str
-    modalities: dict[str, bool]
-    is_sleeping: bool
-    build_info: str

@@ -27,7 +27,8 @@ class ModelDetails:
         vocab, hidden: vocabulary size and hidden size; 0: the model has none.
         parameters: number of parameters.
         size: bytes of the weights in memory, or in the files before the first load.
-        capabilities: embeddings, completion, chat, fill-mask, classify, rerank.
+        capabilities: embeddings, completion, chat, multimodal (it sees images), fill-mask,
+            classify, rerank.
     """
 
     format: str
@@ -86,6 +87,7 @@ def _capabilities(opened: Opened) -> list[str]:
         result.append("completion")
         if tokenizer is not None and opened.conversation.has_template:
             result.append("chat")
+            result += ["multimodal"] if opened.conversation.image is not None else []
     if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
         result.append("fill-mask")
     result += ["classify"] if opened.classification is not None else []

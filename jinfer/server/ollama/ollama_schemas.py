@@ -75,7 +75,7 @@ class OllamaMessage(base.ReplayedModel):
     role: str = Field(description="system, user, assistant, tool, or a template's own")
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = Field(None, description="not supported: models read text only")
+    images: list[str] | None = Field(None, description="in base64")
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = Field(None, description="name of the function with this result")
     tool_call_id: str | None = None
@@ -117,7 +117,7 @@ class OllamaGenerateRequest(_Generates):
     context: list[int] | None = Field(None, description="tokens of an earlier answer")
     suffix: str | None = Field(None, description="rejected; use /infill")
     template: str | None = Field(None, description="rejected; models have their own templates")
-    images: list[str] | None = Field(None, description="not supported: models read text only")
+    images: list[str] | None = Field(None, description="in base64")
 
 
 class OllamaEmbedRequest(base.RequestModel):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jinfer.server.core.chat_schemas import ChatRequest
-from jinfer.server.http.http_errors import unsupported_field
+from jinfer.server.http.http_errors import invalid_request
 from jinfer.server.http.request_body import validated
 from jinfer.server.ollama.ollama_schemas import (
     OllamaChatRequest,
@@ -25,10 +26,14 @@ _NAMES: Mapping[str, str] = {
     "reasoning_effort": "think",
     "thinking": "think",
 }
+_IMAGE = re.compile(r"(messages\.\d+)\.content\.(\d+)\.image_url")
 
 
 def ollama_name(field: str, body: OllamaChatRequest | OllamaGenerateRequest) -> str:
     """Return Ollama's name of a chat request's field."""
+    if (image := _IMAGE.fullmatch(field)) is not None:
+        message = "" if isinstance(body, OllamaGenerateRequest) else f"{image[1]}."
+        return f"{message}images.{image[2]}"
     if field == "messages" and isinstance(body, OllamaGenerateRequest):
         return "prompt"
     first = field.split(".", 1)[0]
@@ -49,7 +54,8 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
         chat |= {"messages": _messages(body.messages or []), "tools": body.tools or None}
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        chat["messages"] = [*system, {"role": "user", "content": body.prompt or ""}]
+        content = _content(body.prompt or "", body.images, "images")
+        chat["messages"] = [*system, {"role": "user", "content": content}]
     if body.format or body.format == {}:
         chat["response_format"] = {"type": "json_object"}  # Ollama treats {} as json
         if isinstance(body.format, dict) and body.format:
@@ -76,16 +82,27 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
     return {"thinking": {"type": "enabled" if think else "disabled"}}
 
 
+def _content(text: str, images: list[str] | None, path: str) -> str | list[dict[str, Any]]:
+    """Translate a text and its images, which come first. Raises `ApiError`."""
+    if not images:
+        return text
+    for number, image in enumerate(images):
+        if image.startswith(("data:", "http:", "https:")):
+            message = "give the image's bytes in base64 alone, without a URL or data:...;base64,"
+            raise invalid_request(message, f"{path}.{number}")
+    urls = [{"url": f"data:;base64,{image}"} for image in images]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": url} for url in urls]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Translate messages. Calls without an id and their results get an id."""
     waiting: list[tuple[str, str]] = []  # names and ids of calls without an answer
     result = []
     for number, item in enumerate(messages):
-        if item.images:
-            raise unsupported_field("the model does not read images", f"messages.{number}.images")
         message: dict[str, Any] = {
             "role": item.role,
-            "content": item.content or "",
+            "content": _content(item.content or "", item.images, f"messages.{number}.images"),
             "reasoning_content": item.thinking,
             "name": item.tool_name,
             "tool_call_id": item.tool_call_id,

@@ -179,7 +179,7 @@ def _message(item: InputItem, path: str) -> dict[str, Any]:
         case "message":
             if item.role is None or item.content is None:
                 raise invalid_request("a message needs role and content", path)
-            return {"role": item.role, "content": _text(item.content, f"{path}.content")}
+            return {"role": item.role, "content": _content(item.content, f"{path}.content")}
         case "function_call":
             if item.call_id is None or item.name is None:
                 raise invalid_request("a function_call needs call_id and name", path)
@@ -197,8 +197,8 @@ def _message(item: InputItem, path: str) -> dict[str, Any]:
             id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
             if id is None:
                 raise invalid_request(f"a {item.type} needs call_id", path)
-            text = _text(item.output or "", f"{path}.output")
-            return {"role": "tool", "tool_call_id": id, "content": text}
+            content = _content(item.output or "", f"{path}.output")
+            return {"role": "tool", "tool_call_id": id, "content": content}
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else []
             texts = [part.get("text") if isinstance(part, dict) else part.text for part in parts]
@@ -212,21 +212,31 @@ def _called(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _text(content: str | list[InputPart] | list[dict[str, Any]], path: str) -> str:
+def _content(
+    content: str | list[InputPart] | list[dict[str, Any]], path: str
+) -> str | list[dict[str, Any]]:
+    """Translate content: texts become one, with images parts of a chat message."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for number, part in enumerate(content):
-        if not isinstance(part, InputPart) or part.type not in _TEXTS:
-            kind = part.type if isinstance(part, InputPart) else "this"
-            raise unsupported_field(f"the model does not read {kind}", f"{path}.{number}")
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise invalid_request(
-                f"a part of the type {part.type} needs its text", f"{path}.{number}"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    listed: Sequence[InputPart | dict[str, Any]] = content
+    parts = [_part(part, f"{path}.{number}") for number, part in enumerate(listed)]
+    if any(part["type"] == "image_url" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: InputPart | dict[str, Any], path: str) -> dict[str, Any]:
+    if not isinstance(part, InputPart) or part.type not in (*_TEXTS, "input_image"):
+        kind = part.type if isinstance(part, InputPart) else "this"
+        raise unsupported_field(f"the model does not read {kind}", path)
+    if part.type == "input_image":
+        if part.image_url is None:
+            raise unsupported_field("an image needs image_url; file_id is not read", path)
+        return {"type": "image_url", "image_url": {"url": part.image_url}}
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise invalid_request(f"a part of the type {part.type} needs its text", path)
+    return {"type": "text", "text": text}
 
 
 def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jinfer.server.http import schema_base as base
 
 
 class InputPart(base.ReplayedModel):
-    """A content part of a message; only text is supported."""
+    """A content part of a message: text or an image."""
 
     type: Literal[
         "input_text", "output_text", "text", "refusal", "input_image", "input_file", "input_audio"
@@ -21,8 +21,8 @@ class InputPart(base.ReplayedModel):
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    image_url: str | None = None
-    detail: str | None = None
+    image_url: str | None = Field(None, description="a data URL, or that of an allowed host")
+    detail: chat.ImageDetail = None
     file_id: str | None = None
     file_data: str | None = None
     filename: str | None = None
@@ -256,14 +256,10 @@ class DeletedResponse(base.ResponseModel):
     deleted: bool
 
 
-class InputItems(base.ResponseModel):
+class InputItems(base.ListPage):
     """The response of /v1/responses/{response_id}/input_items."""
 
-    object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 class ResponseUsage(base.ResponseModel):

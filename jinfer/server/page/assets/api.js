@@ -22,7 +22,7 @@ import { key } from "./store.js";
  *
  * @typedef {{index: number, id?: string, function?: {name?: string, arguments?: string}}} CallDelta
  *
- * @typedef {Record<string, unknown> & {role: string, content: string}} Turn
+ * @typedef {Record<string, unknown> & {role: string, content: string | object[]}} Turn
  */
 
 /** A failed request, with the server's error message. */

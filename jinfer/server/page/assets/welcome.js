@@ -38,7 +38,7 @@ export function welcome(model, chosen) {
     el(
       "p",
       {},
-      "Enter sends, Shift+Enter begins a new line, Esc stops. Files of text can be dropped here.",
+      "Enter sends, Shift+Enter begins a new line, Esc stops. Images and files of text can be dropped here.",
     ),
   );
 }
