@@ -255,8 +255,8 @@ class MemoryPlanner:
             on_host.append((0, 0, stage.waiting, hosted))
             held = stage.weights, stage.tables, stage.prefetch_buffers, cache - hosted
             on_device += [MemoryUse(name, *held, self.free(name)) for name in stage.devices]
-        weights, tables, streamed, cached = (sum(each) for each in zip(*on_host, strict=True))
-        host = MemoryUse(HOST, weights, tables, streamed, cached, self.free(HOST))
+        weights, tables, waiting, cached = (sum(each) for each in zip(*on_host, strict=True))
+        host = MemoryUse(HOST, weights, tables, waiting, cached, self.free(HOST))
         places = (*on_device, *([host] if host.together else []))
         return MemoryPlan(places, blocks, state_bytes)
 
