@@ -20,7 +20,6 @@ from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.modelspec.quant_format import Kind
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
@@ -41,6 +40,7 @@ from jinfer.parallel.layer_plan import (
 )
 from jinfer.parallel.sharding_rules import ShardingError
 from jinfer.parallel.stage_model import PipelineStage, StageModel, make_stage_model
+from jinfer.quant_format import Kind
 
 _ANY_DEVICE_COUNT = 100_000
 
