@@ -153,8 +153,8 @@ class Conversation:
                 )
         if not self.reads("developer"):
             messages = [
-                {**each, "role": "system"} if each["role"] == "developer" else each
-                for each in messages
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
             ]
         system = self.prompt.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
@@ -223,8 +223,8 @@ def _hidden(value: Any, tokenizer: Tokenizer) -> Any:
     if isinstance(value, str):
         return tokenizer.hide_control(value)
     if isinstance(value, Mapping):
-        return {key: _hidden(each, tokenizer) for key, each in value.items()}
+        return {key: _hidden(item, tokenizer) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        hidden = [_hidden(each, tokenizer) for each in value]
+        hidden = [_hidden(item, tokenizer) for item in value]
         return hidden if isinstance(value, list) else tuple(hidden)
     return value

@@ -36,7 +36,7 @@ from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
-from jinfer.startup.imports import interrupts_raised
+from jinfer.startup import interrupts_raised
 
 MAX_PROMPT = 64 << 20  # bytes
 

@@ -20,7 +20,7 @@ from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.core.thinking_choice import BUDGET, UNLIMITED, ThinkingChoice
 from jinfer.server.core.tool_calls import output_parsing
 from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputParsing

@@ -1,6 +1,6 @@
-"""Start-up: imports JAX and the engine without pauses of the garbage collector.
+"""Start-up: imports without pauses of the garbage collector, and priorities of threads.
 
-A keyboard interrupt (SIGINT) in the meantime is neither lost nor raised where it would abort the
+A keyboard interrupt (SIGINT) during the imports is neither lost nor raised where it would abort the
 process.
 """
 
@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,3 +126,28 @@ def interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if pressed:
             before(signal.SIGINT, None)
+
+
+_NICE = 7  # a sixth of a processor for which another thread contends
+_lock = threading.Lock()
+_starter: ThreadPoolExecutor | None = None
+
+
+def lower_priority() -> None:
+    """Lower the priority of the calling thread permanently, and of threads that it will start.
+
+    Only Linux has thread priorities; elsewhere nothing happens.
+    """
+    global _starter
+    if sys.platform != "linux":
+        return
+    with _lock:
+        if _starter is None:
+            _starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
+            _starter.submit(int).result()  # starts the thread now
+    os.nice(_NICE)
+
+
+def at_usual_priority[T](work: Callable[[], T]) -> T:
+    """Run a function, such as one that starts a thread, at the process's original priority."""
+    return work() if _starter is None else _starter.submit(work).result()

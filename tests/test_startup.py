@@ -1,16 +1,20 @@
 """Ctrl-C while modules are imported, where Python would drop what it raises."""
 
 import contextlib
+import os
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from jinfer.startup.imports import interrupts_deferred, interrupts_raised
+from jinfer import startup
+from jinfer.startup import at_usual_priority, interrupts_deferred, interrupts_raised, lower_priority
 
 
 class Watched:
@@ -114,3 +118,34 @@ def test_other_errors_in_a_callback_are_shown(monkeypatch: pytest.MonkeyPatch) -
     with interrupts_raised():
         drop(fail)
     assert seen == [ValueError]
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities")
+
+
+def nice() -> int:
+    """Of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_permanent_threads_have_normal_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_starter", None)
+    usual, found = nice(), list[int]()
+
+    def started() -> int:
+        thread = threading.Thread(target=lambda: found.append(nice()))
+        thread.start()
+        thread.join()
+        return found.pop()
+
+    assert at_usual_priority(started) == usual
+    with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
+        lower = pool.submit(nice).result()
+        assert lower == min(usual + 7, 19)
+        assert pool.submit(started).result() == lower
+        assert pool.submit(at_usual_priority, started).result() == usual
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(at_usual_priority, lambda: 1 // 0).result()
+    assert nice() == usual
+    assert startup._starter is not None
+    startup._starter.shutdown()

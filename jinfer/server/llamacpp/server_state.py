@@ -1,4 +1,4 @@
-"""Slots of llama.cpp: their state, and actions that save, restore and erase their caches."""
+"""Routes of llama.cpp besides completions: slots, models, adapters, resumable streams."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from pydantic import Field, RootModel
 from jinfer.api.saved_cache import erase_slot, load_cache, save_cache
 from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
     as_api_error,
     invalid_request,
 )
-from jinfer.server.http.http_responses import HttpResponse
-from jinfer.server.http.query_params import query_value
+from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
+from jinfer.server.http.query_params import last_event_id, query_value
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+routes = Routes(tag="llama.cpp")
 
 
 class SlotAction(RequestModel):
@@ -42,11 +45,24 @@ class SlotChange(ResponseModel):
     timings: dict[str, float] | None = None
 
 
+class SlotState(ResponseModel):
+    """A slot for a running sequence."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class SlotStates(RootModel[list[SlotState]]):
+    """The list of slots."""
+
+
 _LONGEST = 200  # characters of a file name
 
 
+@routes.add("POST /slots/{id}", SlotChange, query=("action", "model"))
 async def slot_action(request: RequestContext[SlotAction]) -> HttpResponse:
-    """Handle an action on a slot."""
+    """Save, restore or erase the cache of a slot."""
     folder = request.service.settings.slot_save_path
     if folder is None:
         reason = "the server does not save slots; serve with --slot-save-path"
@@ -108,8 +124,9 @@ def _restore(session: Session, path: Path, slot: int) -> dict[str, Any]:
     return {"n_restored": loaded.tokens, "n_read": loaded.nbytes, "timings": timings}
 
 
+@routes.add("GET /slots", SlotStates, query=("model",))
 async def slots(request: RequestContext[Any]) -> HttpResponse:
-    """Return the state of each slot, without prompts."""
+    """List the slots of a model."""
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         session = model.session
         running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
@@ -137,13 +154,133 @@ async def slots(request: RequestContext[Any]) -> HttpResponse:
         return HttpResponse(shown)
 
 
-class SlotState(ResponseModel):
-    """A slot for a running sequence."""
+class ModelChoice(RequestModel):
+    """A request to load or unload a model (llama.cpp)."""
+
+    model: str = Field(description="name of a model")
+
+
+class Success(ResponseModel):
+    """The model was loaded or unloaded."""
+
+    success: bool
+
+
+@routes.add("POST /models/load", Success)
+async def load_model(request: RequestContext[ModelChoice]) -> HttpResponse:
+    """Load a model, or wake it."""
+    model = await request.service.models.load(request.body.model)
+    request.note(model=model.name)
+    return HttpResponse({"success": True})
+
+
+@routes.add("POST /models/unload", Success)
+async def unload_model(request: RequestContext[ModelChoice]) -> HttpResponse:
+    """Unload a model once its requests have ended."""
+    models = request.service.models
+    model = models.by_name(request.body.model)
+    request.note(model=model.name)
+    await models.unload(model)
+    return HttpResponse({"success": True})
+
+
+class AdapterState(ResponseModel):
+    """An adapter, as llama.cpp's /lora-adapters."""
 
     id: int
-    n_ctx: int
-    is_processing: bool
+    name: str
+    path: str
+    scale: float
 
 
-class SlotStates(RootModel[list[SlotState]]):
-    """The list of slots."""
+class AdapterStates(RootModel[list[AdapterState]]):
+    """The list of adapters."""
+
+
+@routes.add("GET /lora-adapters", AdapterStates)
+async def list_adapters(request: RequestContext[Any]) -> HttpResponse:
+    """List the LoRA adapters of the first model."""
+    async with request.service.models.use(None) as model:
+        adapters = model.session.adapters
+        listed = [
+            {"id": number, "name": name, "path": adapters.sources.get(name, ""), "scale": 0.0}
+            for number, name in enumerate(adapters.loaded)
+        ]
+    return HttpResponse(listed)
+
+
+class StreamLookup(RequestModel):
+    """A request for the states of streams."""
+
+    conversation_ids: list[str] = Field(
+        description="id of the conversation, as in X-Conversation-Id", max_length=1000
+    )
+
+
+class StreamState(ResponseModel):
+    """The state of a stream."""
+
+    conversation_id: str
+    is_done: bool
+    total_bytes: int
+    started_at: int
+    completed_at: int
+
+
+class StreamStates(RootModel[list[StreamState]]):
+    """The states of known streams."""
+
+
+@routes.add(
+    "GET /v1/stream",
+    stream=SSE_MEDIA_TYPE,
+    media_type=SSE_MEDIA_TYPE.partition(";")[0],
+    query=("conv_id", "from"),
+)
+async def resume(request: RequestContext[Any]) -> StreamedResponse:
+    """Read a stream again that began with X-Conversation-Id."""
+    stream = request.service.streams.find(_id(request))
+    after, offset = last_event_id(request.http), query_value(request.http, "from")
+    if after is None or offset is not None:
+        place, skip = stream.place_of(offset or 0)
+    else:
+        place, skip = after + 1, 0
+    return StreamedResponse(stream.read(place, skip, request.service.settings.ping))
+
+
+@routes.add("POST /v1/streams/lookup", StreamStates)
+async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
+    """Look up such streams."""
+    streams = request.service.streams.streams
+    found = [
+        stream for id in dict.fromkeys(request.body.conversation_ids) if (stream := streams.get(id))
+    ]
+    return HttpResponse(
+        [
+            {
+                "conversation_id": item.id,
+                "is_done": item.completed is not None,
+                "total_bytes": item.total,
+                "started_at": int(item.started),
+                "completed_at": int(item.completed or 0),
+            }
+            for item in found
+        ]
+    )
+
+
+@routes.add("DELETE /v1/stream", query=("conv_id",), success=204)
+async def stop(request: RequestContext[Any]) -> HttpResponse:
+    """Stop such a stream."""
+    id, streams = _id(request), request.service.streams
+    if id not in streams.streams:
+        streams.forward(id)
+    await streams.stop(id)
+    return HttpResponse(b"", 204)
+
+
+def _id(request: RequestContext[Any]) -> str:
+    id = query_value(request.http, "conv_id")
+    if not id:
+        raise invalid_request("there is no conv_id; give the id of the conversation", "conv_id")
+    return str(id)
