@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,8 @@ from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import entry_key
 from jinfer.loader.weights.read_weights import Put, on_device
 from jinfer.modelspec.formula import Formula
+from jinfer.modelspec.layer_spec import StackSpec
+from jinfer.modelspec.position_blocks import RopeSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
@@ -69,22 +71,31 @@ def build_image_encoder(
 
 def encoded_images(opened: Opened, encoder: ImageEncoder) -> EncodedImages:
     """The features of images for an engine: what its encoder gives, and what is kept of it."""
-    spec, vision = opened.spec, opened.spec.vision
+    spec, vision, decoder = opened.spec, opened.spec.vision, opened.spec.decoder
     assert spec.image is not None, "it has an encoder of images"
     assert vision is not None, "it has an encoder of images"
+    assert decoder is not None, "it has an encoder of images"
+    grid = spec.image.position == "grid"
+    if grid and not any(rope.has_grid for rope in _ropes(decoder)):
+        reason = '"grid" needs a rope whose three `sections` are all of its pairs; set them'
+        raise SpecError(spec.path, "image.position", reason)
     hidden, deepstack = int(spec.dims["hidden"]), 0
     if any("deepstack" in stack.head.assigned for stack in vision.stacks):
         made = encoder.runner.programs.abstract_result(StepKey("encode_image", PATCHES[0], rows=1))
         deepstack = made["deepstack"].shape[-1] // hidden
-    grid = spec.image.position == "grid"
 
     def encode(image: PreparedImage) -> ImageFeatures:
         return ImageFeatures(*encoder.encode(image.patches, image.grids).rows(image.order))
 
-    decoder = spec.decoder
-    assert decoder is not None, "it reads images"
     shapes = ImageShapes(hidden, deepstack, grid, spec.image.mask, _feature_place(decoder.stem))
     return EncodedImages(shapes, encode, int(spec.engine.image_cache * _GIB))
+
+
+def _ropes(stack: StackSpec) -> Iterator[RopeSpec]:
+    for layer in stack.layers:
+        for _, block in layer.modules:
+            if isinstance(rope := getattr(block, "position", None), RopeSpec):
+                yield rope
 
 
 def _feature_place(stem: Formula) -> str:

@@ -14,6 +14,7 @@ from jinfer import LLM, SamplingParams
 from jinfer.engine.output.completion import Usage
 from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.step_key import StepKey
+from jinfer.modelspec.spec_errors import SpecError
 from jinfer.speculate.token_tree import TokenTree
 from tests.engine.images import Drawn, laid, open_model, placeholder, span
 from tests.engine.tiny import GOLDEN
@@ -167,3 +168,8 @@ def test_an_image_that_attends_both_ways_fits_a_step() -> None:
         pieces.get(timeout=300)
         forget_prefixes(llm)
         assert run(llm, whole)[0][0] == expected
+
+
+def test_positions_on_a_grid_need_sections() -> None:
+    with pytest.raises(SpecError, match=r"image\.position: \"grid\" needs a rope whose three"):
+        open_model("llava", **{"image.position": "grid"})

@@ -83,14 +83,13 @@ class EncodedImages:
         shapes: of image rows.
         encode: the encoder.
         limit: bytes of features that are kept; those of the image in use are in addition.
-        encoded, reused: number of images that were encoded, and that were there already.
+        encoded: number of images that were encoded.
     """
 
     shapes: ImageShapes
     encode: Callable[[Any], ImageFeatures]
     limit: int
     encoded: int = 0
-    reused: int = 0
     _known: OrderedDict[bytes, ImageFeatures] = field(default_factory=OrderedDict)
     _bytes: int = 0
 
@@ -98,7 +97,6 @@ class EncodedImages:
         """The features of an image. Raises `EngineError` for an encoder's wrong shapes."""
         if (known := self._known.get(image.digest)) is not None:
             self._known.move_to_end(image.digest)
-            self.reused += 1
             return known
         made, (_, hidden) = self.encode(image), (0, self.shapes.hidden)
         wanted = (image.tokens, hidden), (self.shapes.deepstack, image.tokens, hidden)
