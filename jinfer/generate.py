@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     # Slow imports are here, where Ctrl-C is handled.
     from jinfer.progress import take_warnings, task
-    from jinfer.startup.imports import importing, interrupts_raised
+    from jinfer.startup import importing, interrupts_raised
 
     with interrupts_raised():
         from jinfer.cli.terminal.generate_flags import make_parser

@@ -11,7 +11,7 @@ from jinfer.distributed.job_config import JobConfig, find_job
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.progress import task
-from jinfer.startup.imports import gc_paused, importing
+from jinfer.startup import gc_paused, importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

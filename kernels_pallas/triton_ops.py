@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-type Backend = Literal["triton", "mosaic", "xla"]
+type Backend = Literal["triton", "xla"]
 
 
 def _operations() -> Any:
@@ -28,7 +28,7 @@ def _operations() -> Any:
 
 
 plt = _operations()
-DEFAULT: Backend = "mosaic" if plt is None else "triton"
+DEFAULT: Backend = "xla" if plt is None else "triton"
 
 
 _HOPPER = 90  # compute capability

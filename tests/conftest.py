@@ -92,6 +92,7 @@ ONE_IN = {
     "tests/test_goldens.py::test_greedy_tokens": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
     "tests/families/test_multimodal.py": 6,
+    "tests/families/test_architectures.py": 24,
     "tests/families/": 3,
     "tests/families/test_second_checkpoints.py": 36,
     "tests/server/": 4,

@@ -52,6 +52,7 @@ BOXES = (
     Box("tokenizer", "file", "text and ids", "2 8 B"),
     Box("sandbox disk_cache", "base", "untrusted input, caches"),
     Box("matmul_precision", "base", "no TF32"),
+    Box("quant_format", "base", "names of formats"),
     Box("version", "base"),
     Box("cpu", "kernel", "C++ custom calls", "6"),
     Box("kernels_pallas", "kernel", "GPU kernels", "6"),

@@ -15,9 +15,8 @@ import yaml
 
 from jinfer.distributed.job_config import PORT, JobConfig, find_job
 from jinfer.distributed.rendezvous import JOIN_SECONDS_VARIABLE, KEY
-from jinfer.server.flag_table import FLAGS
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.serve_flags import model_sources_of, parse_options, server_settings_of
+from jinfer.server.serve_flags import FLAGS, model_sources_of, parse_options, server_settings_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -63,6 +63,7 @@ NOT_RUN = {
     "pytest tests/sampling/test_samplers.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
+    "pip install 'jinfer[hosts]'": "installs",
     "pip install 'jinfer[hub]'": "installs",
     "pip install 'jinfer[images]'": "installs",
     "pip install 'jinfer[orbax]'": "installs",

@@ -170,7 +170,7 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
     ("module", "seconds"),
     [
         # One of the first modules, one of the last ones, and what follows them.
-        ("jinfer.sampling.strategies", 0),
+        ("jinfer.sampling.samplers", 0),
         pytest.param("jax._src.core", 0, marks=pytest.mark.soak),
         pytest.param("flax.nnx", 0, marks=pytest.mark.soak),
         ("jinfer.api.llm", 0),

@@ -1,5 +1,6 @@
 """The rules of structure: each is tried on a made-up tree before the real one is held to it."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -248,3 +249,11 @@ def test_files_name_no_registry_and_no_machine() -> None:
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     existing = [name for name in names.split("\0") if (ROOT / name).is_file()]
     assert unwanted_text(ROOT, existing) == []
+
+
+def test_modules_in_documentation_exist() -> None:
+    pattern = re.compile(r"\b(?:jinfer|kernels_pallas|tests|tools)/[\w/]+\.py\b")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {path for page in pages for path in pattern.findall(page.read_text(encoding="utf-8"))}
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []

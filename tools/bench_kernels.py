@@ -12,27 +12,23 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas import (
-    Backend,
     PackedKV,
     PackedMatrix,
     QueryBatch,
@@ -118,8 +114,8 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
     """Seconds of one matmul."""
-    one = random_stack(format, 1, outputs, inputs).nbytes
-    count = max(2, min(64, _STACK_BYTES // one))
+    nbytes = random_stack(format, 1, outputs, inputs).nbytes
+    count = max(2, min(64, _STACK_BYTES // nbytes))
     stack = random_stack(format, count, outputs, inputs)
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
 
@@ -151,9 +147,7 @@ def scattered_tables(rows: int, length: int) -> Array:
     return order.reshape(rows, length // TOKENS)
 
 
-def time_attention(
-    kind: str, context: int, decoding: int, prompt: int, backend: Backend
-) -> tuple[float, int]:
+def time_attention(kind: str, context: int, decoding: int, prompt: int) -> tuple[float, int]:
     """Seconds of attention with 32 query heads over 8 key heads, and the bytes it must read.
 
     Args:
@@ -176,7 +170,7 @@ def time_attention(
     def attentions(q: Array, keys: PackedKV, values: PackedKV) -> Array:
         def step(i: Array, q: Array) -> Array:
             at = QueryBatch(row + i * sequences, last, jnp.zeros_like(last), last, tables)
-            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend=backend)
+            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend="triton")
             # The next must wait for this one.
             return q + (out * 1e-9).astype(q.dtype)
 
@@ -213,11 +207,9 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
                 )
     print("cache  attention over 16,384: decoding, tokens of a prompt, µs, GB/s, of copy")
     result["attention"] = []
-    # XLA would gather all keys of every token; of the kinds Mosaic's kernel takes two.
-    attention: Backend = "mosaic" if backend == "mosaic" else "triton"
-    caches = [kind for kind in caches if attention == "triton" or kind in ("bf16", "f16")]
+    # Not in XLA, which would gather all keys of every token.
     for kind, (decoding, prompt) in itertools.product(caches, ATTENTION_BATCHES):
-        took, size = time_attention(kind, 1 << 14, decoding, prompt, attention)
+        took, size = time_attention(kind, 1 << 14, decoding, prompt)
         row = {"cache": kind, "decoding": decoding, "prompt": prompt}
         result["attention"].append({**row, "seconds": took, "bytes": size})
         print(
@@ -227,28 +219,19 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Times GPU kernels, and compares them with the memory and the tensor cores.",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
-    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Times GPU kernels, and compares them with the memory and the tensor cores.",
+    JSON,
+    argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS]),
+    argument("--rows", nargs="+", type=int, default=list(ROWS)),
+    argument("--backend", choices=["triton", "xla"], default="triton"),
+    argument("--caches", nargs="*", choices=CACHES, default=list(CACHES)),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     check_gpu()
     result = measure(options.widths, options.rows, options.backend, options.caches)
-    write(options.json, result)
+    write_json(options.json, result)
     return 0
 
 
@@ -256,12 +239,6 @@ def check_gpu() -> None:
     """Raises `OSError` without a GPU."""
     if jax.default_backend() != "gpu":
         raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
-
-
-def write(file: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write all results as JSON, if a file was named."""
-    if file:
-        file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import gguf
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import overrides_of, run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.bench.bench_figures import spread, spread_text
+from jinfer.cli.quantize.write_gguf import finish
+from jinfer.cli.run_command import JSON, SET, command, overrides_of, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.open_model import open_files
 from jinfer.modelspec.toml_tables import merge
@@ -43,10 +44,7 @@ def write_random_adapter(model: Path, out: Path, rank: int, seed: int) -> None:
             for part, size in (("a", (rank, inputs)), ("b", (outputs, rank))):
                 matrix = rng.normal(0, 0.01, size).astype(np.float32)
                 writer.add_tensor(f"{name}.lora_{part}", matrix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def rate(llm: LLM, adapters: Sequence[str | None], tokens: int) -> float:
@@ -55,15 +53,31 @@ def rate(llm: LLM, adapters: Sequence[str | None], tokens: int) -> float:
 
     def answer(row: int) -> float:
         prompt = [100 + row + i for i in range(_PROMPT)]
-        (one,) = llm.generate([prompt], params, adapter=adapters[row])
-        return one.usage.decode_seconds
+        (answer,) = llm.generate([prompt], params, adapter=adapters[row])
+        return answer.usage.decode_seconds
 
     with ThreadPoolExecutor(len(adapters)) as pool:
         seconds = [*pool.map(answer, range(len(adapters)))]
     return len(adapters) * tokens / statistics.median(seconds)
 
 
-def _measure(options: argparse.Namespace) -> int:
+@command(
+    "Measures the cost of LoRA adapters.",
+    argument("source", help="a .gguf, or a model whose weights are one"),
+    argument(
+        "--adapters", type=int, default=4, help="number of adapters; streams take them in turn"
+    ),
+    argument("--rank", type=int, default=16, help="rank of the adapters"),
+    argument(
+        "--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="concurrent answers"
+    ),
+    argument("--tokens", type=int, default=48, help="tokens per answer"),
+    argument("--rounds", type=int, default=9),
+    SET,
+    JSON,
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     path = open_files(options.source, {}).weights
     if open_checkpoint(path).format != "gguf":
         raise CheckpointError(path, "is no GGUF file; write one with tools/bench_models.py")
@@ -86,39 +100,19 @@ def _measure(options: argparse.Namespace) -> int:
                 for _ in range(options.rounds + 1)
             ][1:]  # the first is a warm-up
             result.append(_line(streams, rounds))
-    if options.json:
-        write_json(options.json, result)
+    write_json(options.json, result)
     return 0
 
 
 def _line(streams: int, rounds: Sequence[dict[str, float]]) -> dict[str, object]:
-    rates = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    rates = {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
     found: dict[str, object] = {"streams": streams, "rates": rates}
     text = f"{streams:2} streams: {rates[PLAIN]:.1f} tokens/s without room"
     for name in (UNUSED, USED):
-        ratios = sorted(one[name] / one[PLAIN] for one in rounds)
-        found[name] = {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
-        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-        text += f"; {name} {rates[name]:.1f}: {spread}"
+        found[name] = ratios = spread([row[name] / row[PLAIN] for row in rounds])
+        text += f"; {name} {rates[name]:.1f}: {spread_text(ratios)}"
     print(text, flush=True)
     return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each number of streams; return the exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures the cost of LoRA adapters."
-    )
-    add = parser.add_argument
-    add("source", help="a .gguf, or a model whose weights are one")
-    add("--adapters", type=int, default=4, help="number of adapters; streams take them in turn")
-    add("--rank", type=int, default=16, help="rank of the adapters")
-    add("--streams", type=int, nargs="+", metavar="N", default=[1, 8], help="concurrent answers")
-    add("--tokens", type=int, default=48, help="tokens per answer")
-    add("--rounds", type=int, default=9)
-    add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write all figures as JSON")
-    return run(_measure, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

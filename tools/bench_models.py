@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gguf
 import numpy as np
 
-from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish, packed_rows
-from jinfer.cli.run_command import check_writable, run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import check_writable, command
+from jinfer.cli.terminal.argument_parser import argument, one_of
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
 from jinfer.loader.open_model import open_files
 
@@ -30,182 +29,164 @@ _ROUTER = ".ffn_gate_inp.weight"  # a mixture's, which is not quantized
 _WORDS = "smollm2_135m_instruct"  # whose tokenizer a made-up model has
 
 
-class Shape(Protocol):
-    """Sizes of a model, as GGUF has them."""
-
-    architecture: str
-
-    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """GGUF names and shapes."""
-
-    def metadata(self) -> dict[str, Any]:
-        """GGUF metadata of these sizes."""
+type Sizes = Iterator[tuple[str, tuple[int, ...]]]  # GGUF names and shapes of tensors
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama-like decoder (gated MLP, GQA)."""
+    """Sizes of a Llama-like decoder (gated MLP, GQA), as GGUF has them.
+
+    Attributes:
+        intermediate: of a feed-forward module, or of an expert.
+        context: its greatest length.
+        head: the size of a head, if heads are no equal parts of the hidden vector.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    context: int = 4096
+    head: int = 0
 
     architecture = "llama"
+    epsilon = 1e-5
+    rope_base = 10000.0
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    context: int = 4096
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head."""
+        return self.head or self.hidden // self.heads
 
-    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(self, vocab: int) -> Sizes:
         """GGUF names and shapes."""
-        kv = self.hidden // self.heads * self.kv_heads
         yield "token_embd.weight", (vocab, self.hidden)
+        yield from self.outside(vocab)
+        for i in range(self.layers):
+            for name, shape in (*self.mixer(i), *self.feed_forward()):
+                yield f"blk.{i}.{name}.weight", shape
+
+    def outside(self, vocab: int) -> Sizes:
+        """Norm and head."""
         yield "output_norm.weight", (self.hidden,)
         yield "output.weight", (vocab, self.hidden)
-        for i in range(self.layers):
-            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
-            yield f"blk.{i}.attn_q.weight", (self.hidden, self.hidden)
-            yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
-            yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
-            yield f"blk.{i}.attn_output.weight", (self.hidden, self.hidden)
-            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
-            yield f"blk.{i}.ffn_gate.weight", (self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_up.weight", (self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_down.weight", (self.hidden, self.intermediate)
+
+    def mixer(self, layer: int) -> Sizes:
+        """Attention of a layer, with its norm."""
+        queries, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        yield "attn_norm", (self.hidden,)
+        yield "attn_q", (queries, self.hidden)
+        yield "attn_k", (kv, self.hidden)
+        yield "attn_v", (kv, self.hidden)
+        yield "attn_output", (self.hidden, queries)
+
+    def feed_forward(self) -> Sizes:
+        """The gated MLP of a layer, with its norm."""
+        yield "ffn_norm", (self.hidden,)
+        yield "ffn_gate", (self.intermediate, self.hidden)
+        yield "ffn_up", (self.intermediate, self.hidden)
+        yield "ffn_down", (self.hidden, self.intermediate)
 
     def metadata(self) -> dict[str, Any]:
         """GGUF metadata of these sizes."""
-        return {
-            "llama.block_count": self.layers,
-            "llama.context_length": self.context,
-            "llama.embedding_length": self.hidden,
-            "llama.feed_forward_length": self.intermediate,
-            "llama.attention.head_count": self.heads,
-            "llama.attention.head_count_kv": self.kv_heads,
-            "llama.rope.dimension_count": self.hidden // self.heads,
-            "llama.rope.freq_base": 10000.0,
-            "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        values = {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.hidden,
+            "feed_forward_length": self.intermediate,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": self.kv_heads,
+            "attention.layer_norm_rms_epsilon": self.epsilon,
+            "rope.freq_base": self.rope_base,
+            **self.more_metadata(),
         }
+        return {f"{self.architecture}.{key}": value for key, value in values.items()}
+
+    def more_metadata(self) -> dict[str, Any]:
+        """Metadata of this architecture."""
+        return {"rope.dimension_count": self.head_size}
 
 
 @dataclass(frozen=True)
-class Lfm2Shape:
+class Lfm2Shape(LlamaShape):
     """Sizes of an LFM2: short convolutions, attention (GQA) in some layers, gated MLPs."""
 
-    architecture = "lfm2"
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    attention: tuple[int, ...]
+    attention: tuple[int, ...] = ()
     kernel: int = 3
-    context: int = 4096
 
-    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """GGUF names and shapes."""
-        head = self.hidden // self.heads
-        kv = head * self.kv_heads
-        yield "token_embd.weight", (vocab, self.hidden)
+    architecture = "lfm2"
+    rope_base = 1e6
+
+    def outside(self, vocab: int) -> Sizes:
+        """The norm; the head is the embedding."""
         yield "token_embd_norm.weight", (self.hidden,)
-        for i in range(self.layers):
-            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
-            if i in self.attention:
-                yield f"blk.{i}.attn_q.weight", (self.hidden, self.hidden)
-                yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
-                yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
-                yield f"blk.{i}.attn_output.weight", (self.hidden, self.hidden)
-                yield f"blk.{i}.attn_q_norm.weight", (head,)
-                yield f"blk.{i}.attn_k_norm.weight", (head,)
-            else:
-                yield f"blk.{i}.shortconv.in_proj.weight", (3 * self.hidden, self.hidden)
-                yield f"blk.{i}.shortconv.conv.weight", (self.hidden, self.kernel)
-                yield f"blk.{i}.shortconv.out_proj.weight", (self.hidden, self.hidden)
-            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
-            yield f"blk.{i}.ffn_gate.weight", (self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_up.weight", (self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_down.weight", (self.hidden, self.intermediate)
 
-    def metadata(self) -> dict[str, Any]:
-        """GGUF metadata of these sizes."""
+    def mixer(self, layer: int) -> Sizes:
+        """Attention or short convolution of a layer, with its norm."""
+        if layer in self.attention:
+            yield from super().mixer(layer)
+            yield "attn_q_norm", (self.head_size,)
+            yield "attn_k_norm", (self.head_size,)
+            return
+        yield "attn_norm", (self.hidden,)
+        yield "shortconv.in_proj", (3 * self.hidden, self.hidden)
+        yield "shortconv.conv", (self.hidden, self.kernel)
+        yield "shortconv.out_proj", (self.hidden, self.hidden)
+
+    def more_metadata(self) -> dict[str, Any]:
+        """Metadata of this architecture."""
         counts = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
-        return {
-            "lfm2.block_count": self.layers,
-            "lfm2.context_length": self.context,
-            "lfm2.embedding_length": self.hidden,
-            "lfm2.feed_forward_length": self.intermediate,
-            "lfm2.attention.head_count": self.heads,
-            "lfm2.attention.head_count_kv": counts,
-            "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
-            "lfm2.rope.freq_base": 1e6,
-            "lfm2.shortconv.l_cache": self.kernel,
-        }
+        return {"attention.head_count_kv": counts, "shortconv.l_cache": self.kernel}
 
 
 @dataclass(frozen=True)
-class Qwen3MoeShape:
+class Qwen3MoeShape(LlamaShape):
     """Sizes of a Qwen3 mixture of experts: attention (GQA) with normed heads, then experts.
 
     Attributes:
         used: experts of a token.
-        intermediate: of an expert.
     """
 
+    experts: int = 128
+    used: int = 8
+
     architecture = "qwen3moe"
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head: int
-    experts: int
-    used: int
-    intermediate: int
-    context: int = 4096
+    epsilon = 1e-6
+    rope_base = 1e6
 
-    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """GGUF names and shapes."""
-        queries, kv = self.heads * self.head, self.kv_heads * self.head
-        yield "token_embd.weight", (vocab, self.hidden)
-        yield "output_norm.weight", (self.hidden,)
-        yield "output.weight", (vocab, self.hidden)
-        for i in range(self.layers):
-            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
-            yield f"blk.{i}.attn_q.weight", (queries, self.hidden)
-            yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
-            yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
-            yield f"blk.{i}.attn_output.weight", (self.hidden, queries)
-            yield f"blk.{i}.attn_q_norm.weight", (self.head,)
-            yield f"blk.{i}.attn_k_norm.weight", (self.head,)
-            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
-            yield f"blk.{i}{_ROUTER}", (self.experts, self.hidden)
-            yield f"blk.{i}.ffn_gate_exps.weight", (self.experts, self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_up_exps.weight", (self.experts, self.intermediate, self.hidden)
-            yield f"blk.{i}.ffn_down_exps.weight", (self.experts, self.hidden, self.intermediate)
+    def mixer(self, layer: int) -> Sizes:
+        """Attention of a layer, with its norms."""
+        yield from super().mixer(layer)
+        yield "attn_q_norm", (self.head_size,)
+        yield "attn_k_norm", (self.head_size,)
 
-    def metadata(self) -> dict[str, Any]:
-        """GGUF metadata of these sizes."""
+    def feed_forward(self) -> Sizes:
+        """The experts of a layer, with the norm and the router."""
+        yield "ffn_norm", (self.hidden,)
+        yield "ffn_gate_inp", (self.experts, self.hidden)
+        yield "ffn_gate_exps", (self.experts, self.intermediate, self.hidden)
+        yield "ffn_up_exps", (self.experts, self.intermediate, self.hidden)
+        yield "ffn_down_exps", (self.experts, self.hidden, self.intermediate)
+
+    def more_metadata(self) -> dict[str, Any]:
+        """Metadata of this architecture."""
         return {
-            "qwen3moe.block_count": self.layers,
-            "qwen3moe.context_length": self.context,
-            "qwen3moe.embedding_length": self.hidden,
-            "qwen3moe.feed_forward_length": self.used * self.intermediate,
-            "qwen3moe.expert_feed_forward_length": self.intermediate,
-            "qwen3moe.expert_count": self.experts,
-            "qwen3moe.expert_used_count": self.used,
-            "qwen3moe.attention.head_count": self.heads,
-            "qwen3moe.attention.head_count_kv": self.kv_heads,
-            "qwen3moe.attention.key_length": self.head,
-            "qwen3moe.attention.value_length": self.head,
-            "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
-            "qwen3moe.rope.freq_base": 1e6,
+            "feed_forward_length": self.used * self.intermediate,
+            "expert_feed_forward_length": self.intermediate,
+            "expert_count": self.experts,
+            "expert_used_count": self.used,
+            "attention.key_length": self.head_size,
+            "attention.value_length": self.head_size,
         }
 
 
 # The sizes of TinyLlama-1.1B, of Llama-3-8B, of LFM2-1.2B and of Qwen3-30B-A3B.
-SHAPES: Mapping[str, Shape] = {
+SHAPES: Mapping[str, LlamaShape] = {
     "1.1b": LlamaShape(22, 2048, 32, 4, 5632),
     "8b": LlamaShape(32, 4096, 32, 8, 14336),
     "lfm2-1.2b": Lfm2Shape(16, 2048, 32, 8, 8192, attention=(2, 5, 8, 10, 12, 14)),
-    "30b-a3b": Qwen3MoeShape(48, 2048, 32, 4, 128, experts=128, used=8, intermediate=768),
+    "30b-a3b": Qwen3MoeShape(48, 2048, 32, 4, 768, head=128),
 }
 
 
@@ -219,7 +200,7 @@ def convert(source: Path, out: Path, type_name: str) -> None:
     finish(writer)
 
 
-def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
+def make_up(shape: LlamaShape, tokenizer: Path, out: Path, type_name: str) -> None:
     """Write a model of random weights, with the tokenizer of another GGUF file."""
     metadata = open_checkpoint(tokenizer).metadata
     writer = gguf.GGUFWriter(out, shape.architecture)
@@ -248,27 +229,23 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
     finish(writer)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Writes a .gguf for benchmarks, with all matrices in one type.",
-    )
-    add = parser.add_argument
-    add("out", type=Path, help="the .gguf to write")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--source", help="real weights: a .gguf, or a model whose weights are one")
-    which.add_argument("--shape", choices=SHAPES, help="random weights of this size")
-    add("--type", choices=TYPES, default="Q4_0", help="type of all matrices (Q4_0)")
-    add(
+@command(
+    "Writes a .gguf for benchmarks, with all matrices in one type.",
+    argument("out", type=Path, help="the .gguf to write"),
+    one_of(
+        argument("--source", help="real weights: a .gguf, or a model whose weights are one"),
+        argument("--shape", choices=SHAPES, help="random weights of this size"),
+        required=True,
+    ),
+    argument("--type", choices=TYPES, default="Q4_0", help="type of all matrices (Q4_0)"),
+    argument(
         "--tokenizer",
         metavar="SOURCE",
         help=f"a .gguf with the tokenizer for random weights ({_WORDS})",
-    )
-    return run(_run, parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
+    ),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.source is not None and options.tokenizer is not None:
         raise CheckpointError(options.tokenizer, "--tokenizer goes with --shape alone")
     check_writable(options.out)

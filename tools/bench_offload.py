@@ -12,15 +12,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run
+from jinfer.cli.run_command import JSON, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.checkpoint import CheckpointError
-
-from .bench_kernels import write
 
 PROMPT = 150  # tokens
 ANSWER = 64
@@ -63,7 +61,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
 
     def answers(prompts: list[list[int]]) -> tuple[list[list[int]], float]:
         begun = time.perf_counter()
-        found = [list(one.token_ids) for one in llm.generate(prompts, **options)]
+        found = [list(item.token_ids) for item in llm.generate(prompts, **options)]
         return found, time.perf_counter() - begun
 
     first, _ = answers(rows[:1])
@@ -131,28 +129,23 @@ def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str,
                 flush=True,
             )
         found[name] = row
-        write(out, found)
+        write_json(out, found)
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    parser = argparse.ArgumentParser(
-        prog=prog_of_module(__spec__.name),
-        description="Compares splits between a GPU and its host with the GPU alone.",
-    )
-    parser.add_argument("source", help="a model")
-    parser.add_argument(
+@command(
+    "Compares splits between a GPU and its host with the GPU alone.",
+    argument("source", help="a model"),
+    argument(
         "--dtype",
         default="float32",
         help="type of the computation (float32, in which tokens must be equal)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("--split", help=argparse.SUPPRESS)
-    return run(_run, parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
+    ),
+    JSON,
+    argument("--split", help=argparse.SUPPRESS),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.split is not None:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0

@@ -3,19 +3,18 @@
 For each split: weights and communication of its devices, latency of one sequence and throughput of
 all requests. Virtual devices of one CPU share its cores, so for these only communication,
 computation and the overlap of stages are reported.
-
-`--predict` measures nothing: it prints the best split of well-known models on 1 to 64 devices as
-the cost model estimates it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -28,70 +27,75 @@ from jinfer.cli.run_command import overrides_of, run, write_json
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.html.svg_drawing import svg
 from jinfer.modelspec.toml_tables import merge
-from jinfer.parallel.cost_model import (
-    HARDWARE,
-    Hardware,
-    ModelCost,
-    device_layouts,
-    estimate_decode,
-)
 from jinfer.parallel.pipeline import Pipeline
-from jinfer.parallel.timeline import StageCall, Timeline, overlap_fraction
 
 _PROMPT = 32  # tokens
-_COUNTS = (1, 2, 4, 8)
 _COLOURS = ("#3d5a80", "#c8553d", "#7fa677", "#b8a468", "#6b8fb5", "#8a5a83", "#588157", "#5c636d")
 
 
 @dataclass(frozen=True)
-class KnownShape:
-    """A Llama-like decoder, or a mixture of experts with its attention.
+class StageCall:
+    """A call of a stage.
 
     Attributes:
-        layers, hidden, heads, kv_heads, head_dim, inner, vocab: its sizes.
-        experts, chosen: 1 for a dense model.
-        matrices: of a feed-forward: 3 if gated.
+        lane: the micro-batch that it computed.
+        begin, end: seconds of `time.perf_counter`.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    experts: int = 1
-    chosen: int = 1
-    matrices: int = 3
-
-    def work(self, bits: float) -> ModelCost:
-        """Its cost with weights of so many bits, and 16 for everything else."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        expert = self.matrices * self.hidden * self.inner
-        rest = 2 * self.vocab * self.hidden
-        whole = self.layers * (attention + self.experts * expert) + rest
-        active = self.layers * (attention + self.chosen * expert) + rest / 2
-        return ModelCost(
-            weights=whole * bits / 8,
-            active=active * bits / 8,
-            parameters=active,
-            layers=self.layers,
-            hidden=2 * self.hidden,
-            vocab=4 * self.vocab,
-            cache=4 * self.layers * self.kv_heads * self.head_dim,
-            kv_heads=self.kv_heads,
-            tables=rest / 2 * bits / 8,
-        )
+    stage: int
+    lane: int
+    begin: float
+    end: float
 
 
-SHAPES = {
-    "Llama-2-7B": KnownShape(32, 4096, 32, 32, 128, 11008, 32000),
-    "Llama-2-13B": KnownShape(40, 5120, 40, 40, 128, 13824, 32000),
-    "Yi-34B": KnownShape(60, 7168, 56, 8, 128, 20480, 64000),
-    "Falcon-40B": KnownShape(60, 8192, 128, 8, 64, 32768, 65024, matrices=2),
-    "Mixtral-8x7B": KnownShape(32, 4096, 32, 8, 128, 14336, 32000, experts=8, chosen=2),
-    "Llama-2-70B": KnownShape(80, 8192, 64, 8, 128, 28672, 32000),
-}
+@dataclass
+class Timeline:
+    """Records when stages begin and end, in threads that wait for them and delay nothing else.
+
+    A call begins when its input is ready and the stage's previous call has ended.
+    """
+
+    busy: list[StageCall] = field(default_factory=list)
+    _queues: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def note(self, stage: int, lane: int, given: Any, out: Any) -> None:
+        """Records a launched call by its input and a result; neither may be donated."""
+        if stage not in self._queues:
+            queue = self._queues[stage] = SimpleQueue()
+            thread = threading.Thread(target=self._watch, args=(stage, queue), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queues[stage].put((lane, given, out))
+
+    def close(self) -> list[StageCall]:
+        """Waits for all recorded calls, and returns them, the earliest first."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues, self._threads = {}, []
+        return sorted(self.busy, key=lambda call: call.begin)
+
+    def _watch(self, stage: int, queue: SimpleQueue[Any]) -> None:
+        while (call := queue.get()) is not None:
+            lane, x, out = call
+            jax.block_until_ready(x)
+            begin = time.perf_counter()
+            jax.block_until_ready(out)
+            self.busy.append(StageCall(stage, lane, begin, time.perf_counter()))
+
+
+def overlap_fraction(busy: list[StageCall]) -> float:
+    """The fraction of the time with any stage busy in which several were."""
+    edges = sorted([(call.begin, 1) for call in busy] + [(call.end, -1) for call in busy])
+    some = several = 0.0
+    count, before = 0, edges[0][0] if edges else 0.0
+    for at, change in edges:
+        some += at - before if count > 0 else 0.0
+        several += at - before if count > 1 else 0.0
+        count, before = count + change, at
+    return several / some if some else 0.0
 
 
 @dataclass(frozen=True)
@@ -126,28 +130,17 @@ def _parser() -> argparse.ArgumentParser:
         prog=prog_of_module(__spec__.name), description="Measures splits of a model over devices."
     )
     add = parser.add_argument
-    add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
+    add("source", help="a spec (.toml), a checkpoint folder or file, ...")
     add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
     add("--requests", type=int, default=8, help="concurrent requests (8)")
     add("--tokens", type=int, default=32, help="tokens per answer (32)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
     add("--json", metavar="FILE", help="write the figures as JSON")
-    add(
-        "--predict",
-        action="store_true",
-        help="print the cost model's estimates, without a run",
-    )
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.predict:
-        print("\n\n".join(predictions()))
-        return 0
-    if options.source is None:
-        print("error: name a source, or give --predict", file=sys.stderr)
-        return 2
     overrides = overrides_of(options.set)
     every, busy = list[SplitResult](), list[StageCall]()
     for devices in options.devices or ["0"]:
@@ -180,11 +173,12 @@ def _measure(
         latency = (time.perf_counter() - begun) / options.tokens
         programs = llm.session.engine.runner.programs.pipeline
         assert isinstance(programs, Pipeline), "devices are named"
-        programs.timeline = timeline = Timeline()
+        timeline = Timeline()
+        programs.observe = timeline.note
         begun = time.perf_counter()
         llm.generate(prompts, params)
         rate = options.requests * options.tokens / (time.perf_counter() - begun)
-        programs.timeline = None
+        programs.observe = None
         busy = timeline.close()
     return (
         SplitResult(
@@ -252,49 +246,6 @@ def to_svg(busy: Sequence[StageCall]) -> str:
     shown = f"{(end - begin) * 1e3:.0f} ms; a colour is a lane"
     parts.append(f'<text x="{left:.0f}" y="{bottom + 14:.0f}">{shown}</text>')
     return svg("jb", width, bottom + 24, "".join(parts)) + "\n"
-
-
-def predictions() -> list[str]:
-    """The cost model's predictions for well-known models, a table for each machine and width."""
-    tables = []
-    for name, count in (("rtx4090", _COUNTS), ("a100", _COUNTS), ("h100", (8, 16, 32, 64))):
-        for bits, word in ((16.0, "16 bits"), (4.5, "3.5 bits with their blocks' numbers")):
-            heads = ["", *(f"{devices}" for devices in count)]
-            rows = [
-                [model, *(_cell(shape.work(bits), HARDWARE[name], n) for n in count)]
-                for model, shape in SHAPES.items()
-            ]
-            tables.append("\n".join([f"{name}, {word}:", "", *_table(heads, rows)]))
-    four = SHAPES["Llama-2-13B"].work(16)
-    found = [estimate_decode(four, HARDWARE["v100"], *each) for each in device_layouts(4)]
-    rows = [
-        [f"{each.pipe}x{each.tensor}", f"{each.step * 1e3:.0f} ms", f"{1 / each.step:.0f}",
-         f"{each.tokens:.0f}"]
-        for each in found
-    ]  # fmt: skip
-    heads = ["stages x devices", "a token", "tokens/s, one sequence", "tokens/s, full pipeline"]
-    tables.append("\n".join(["Llama-2-13B on four v100:", "", *_table(heads, rows)]))
-    return tables
-
-
-def _cell(work: ModelCost, machine: Hardware, devices: int) -> str:
-    """The fastest split of so many devices for one sequence, and the one of highest throughput."""
-    fitting = [
-        found
-        for pipe, tensor in device_layouts(devices)
-        if pipe <= work.layers
-        and tensor <= 64
-        and (found := estimate_decode(work, machine, pipe, tensor, context=4096)).device
-        <= 0.9 * machine.memory
-    ]
-    if not fitting:
-        return "-"
-    fast = min(fitting, key=lambda each: each.step)
-    most = max(fitting, key=lambda each: each.tokens)
-    return (
-        f"{fast.pipe}x{fast.tensor} {fast.step * 1e3:.1f} ms, "
-        f"{most.pipe}x{most.tensor} {most.tokens:.0f}/s"
-    )
 
 
 if __name__ == "__main__":

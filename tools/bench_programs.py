@@ -27,9 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.sampler_output import MAX_STEPS
@@ -46,7 +45,7 @@ from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 
-from .bench_kernels import check_gpu, copy_rate, matmul_rate, write
+from .bench_kernels import check_gpu, copy_rate, matmul_rate
 
 # Seconds in all and how often, by kernel.
 type Kernels = Mapping[str, tuple[float, float]]
@@ -81,10 +80,10 @@ def kernels_of(call: Callable[[], object], steps: int = 1) -> Kernels:
 
 def lines(kernels: Kernels) -> Iterator[str]:
     """The slowest kernels and their sum, as text."""
-    ordered = sorted(kernels.items(), key=lambda one: -one[1][0])
+    ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
     for name, (seconds, count) in ordered[:_SHOWN]:
-        each = seconds / count * 1e6
-        yield f"    {seconds * 1e6:9.1f} us {count:7.1f} x {each:8.2f} us  {name[:90]}"
+        call = seconds / count * 1e6
+        yield f"    {seconds * 1e6:9.1f} us {count:7.1f} x {call:8.2f} us  {name[:90]}"
     if ordered:
         total = sum(seconds for seconds, _ in kernels.values())
         number = sum(count for _, count in kernels.values())
@@ -160,8 +159,8 @@ def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> Abstra
         return model
     kept = REPACKED_FORMATS[format] if format in REPACKED_FORMATS else parse_format(format)
     parameters = tuple(
-        one if role == "plain" else abstract(one.shape, kept, columns_here(kept))
-        for one, role in zip(model.parameters, model.roles, strict=True)
+        parameter if role == "plain" else abstract(parameter.shape, kept, columns_here(kept))
+        for parameter, role in zip(model.parameters, model.roles, strict=True)
     )
     return replace(model, parameters=parameters)
 
@@ -191,8 +190,8 @@ def state_at(programs: CompiledPrograms, length: int, *, sampled: bool) -> State
     """Device state in which all slots decode, at so many tokens, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
-    one = metadata_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
-    sampler = jax.tree.map(lambda each: jnp.repeat(jnp.asarray(each), rows, axis=0), one)
+    row = metadata_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
+    sampler = jax.tree.map(lambda item: jnp.repeat(jnp.asarray(item), rows, axis=0), row)
 
     def counts(value: int) -> Array:
         return jnp.full((rows,), value, jnp.int32)
@@ -269,22 +268,22 @@ def bytes_read(model: AbstractModel, task: str) -> int:
     kind, count = task.split("-")
     weights = sum(
         leaf.size * leaf.dtype.itemsize
-        for one, role in zip(model.parameters, model.roles, strict=True)
+        for parameter, role in zip(model.parameters, model.roles, strict=True)
         if role != "table"
-        for leaf in jax.tree.leaves(one)
+        for leaf in jax.tree.leaves(parameter)
     )
-    each = sum(2 * shape.elements() for shape in model.caches.values())
-    return weights + (0 if kind == "prompt" else each * LENGTH * int(count))
+    cache = sum(2 * shape.elements() for shape in model.caches.values())
+    return weights + (0 if kind == "prompt" else cache * LENGTH * int(count))
 
 
 def operations(model: AbstractModel, task: str) -> int:
     """Multiplications and additions of the matmuls."""
     kind, count = task.split("-")
     total = 0
-    for one, role in zip(model.parameters, model.roles, strict=True):
+    for parameter, role in zip(model.parameters, model.roles, strict=True):
         if role in ("matrix", "head"):
             rows = 1 if role == "head" and kind == "prompt" else int(count)
-            total += 2 * rows * math.prod(one.shape)
+            total += 2 * rows * math.prod(parameter.shape)
     return total
 
 
@@ -329,37 +328,6 @@ def measure(
     return {**figures, "peak_bytes": peak, "programs": rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Times the programs of a model of a well-known shape on a GPU.",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
-    parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
-    parser.add_argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS)
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        type=_format,
-        default=list(FORMATS),
-        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        type=_task,
-        default=list(TASKS),
-        help="programs: decode-N, sampled-N and prompt-N",
-    )
-    parser.add_argument("--kernels", action="store_true", help="also time each kernel")
-    return parser
-
-
 def _format(word: str) -> str:
     if word != "bf16" and word not in REPACKED_FORMATS:
         try:
@@ -372,12 +340,34 @@ def _format(word: str) -> str:
 def _task(word: str) -> str:
     if (found := re.fullmatch(r"(decode|sampled|prompt)-([1-9]\d*)", word)) is None:
         raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N, sampled-N or prompt-N")
-    if int(found[2]) > (most := CONTEXT if found[1] == "prompt" else SLOTS):
-        raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{most}")
+    if int(found[2]) > (limit := CONTEXT if found[1] == "prompt" else SLOTS):
+        raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{limit}")
     return word
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Times the programs of a model of a well-known shape on a GPU.",
+    JSON,
+    argument("--shape", choices=SHAPES, default="llama3_8b"),
+    argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS),
+    argument(
+        "--formats",
+        nargs="+",
+        type=_format,
+        default=list(FORMATS),
+        help="formats of the weights: q3.5_b64, Q4_K, bf16, ...",
+    ),
+    argument(
+        "--tasks",
+        nargs="+",
+        type=_task,
+        default=list(TASKS),
+        help="programs: decode-N, sampled-N and prompt-N",
+    ),
+    argument("--kernels", action="store_true", help="also time each kernel"),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.kernels:  # in command buffers the profiler may see no kernels
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
@@ -389,7 +379,7 @@ def _run(options: argparse.Namespace) -> int:
         shape=options.shape,
         slots=options.slots,
     )
-    write(options.json, result)
+    write_json(options.json, result)
     return 0
 
 

@@ -21,10 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import check_writable, run
-
-from .bench_kernels import write
+from jinfer.cli.run_command import check_writable, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 
 SMALL_CARD = 24 * 1024  # MiB
 _TESTS = "tests/kernels_pallas/test_gpu.py"
@@ -156,27 +154,19 @@ def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict
             for line in row.get("output", ()):
                 print(f"  {line}", flush=True)
             found["parts"][part.name] = row
-            write(out, found)
+            write_json(out, found)
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    parser = argparse.ArgumentParser(
-        prog=prog_of_module(__spec__.name), description="Checks and measures jinfer on a GPU."
-    )
-    parser.add_argument("out", type=Path, help="a JSON file with all figures")
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="time limit of all parts together (600)"
-    )
-    parser.add_argument(
-        "--tables", action="store_true", help="print the tables of an existing file"
-    )
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
-    return run(_run, parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Checks and measures jinfer on a GPU.",
+    argument("out", type=Path, help="a JSON file with all figures"),
+    argument("--seconds", type=float, default=600, help="time limit of all parts together (600)"),
+    argument("--tables", action="store_true", help="print the tables of an existing file"),
+    argument("--parts", nargs="+", choices=[part.name for part in PARTS]),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.tables:
         print(tables(json.loads(options.out.read_text(encoding="utf-8"))))
         return 0

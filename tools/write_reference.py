@@ -26,7 +26,7 @@ from jinfer.server.core.sampling_fields import SamplingFields, parameter_of
 from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.server.openapi import openapi_document
 from jinfer.server.routes import ENDPOINTS
-from tools import peer_fields_reference, spec_reference
+from tools import architectures_reference, peer_fields_reference, spec_reference
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Generated: python -m tools.write_reference -->\n\n"
@@ -35,6 +35,7 @@ NOTE = "<!-- Generated: python -m tools.write_reference -->\n\n"
 def pages() -> dict[str, str]:
     """The text of every generated page, by file name."""
     makers: dict[str, Callable[[], str]] = {
+        "architectures.md": architectures_reference.page,
         "commands.md": commands_page,
         "http_api.md": http_page,
         "peer_fields.md": peer_fields_reference.page,

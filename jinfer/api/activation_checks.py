@@ -41,8 +41,8 @@ def request_activations(
     _check_combined(engine, sampling, named_fields[0])
     known = engine.runner.model.activations
     capture = _captured(sampling.capture, known)
-    each = {name: prod(_of_token("capture", name, known)) for name in capture}
-    total = 4 * sum(each.values()) * (limit - 1)
+    sizes = {name: prod(_of_token("capture", name, known)) for name in capture}
+    total = 4 * sum(sizes.values()) * (limit - 1)
     if total > MAX_BYTES:
         raise RequestError(
             f"capture: {len(capture)} values of {limit - 1} tokens take {total / 2**30:.1f} GiB, "
@@ -50,7 +50,7 @@ def request_activations(
         )
     edits = all_edits(sampling)
     edited = place_edits(edits, edited_shapes(edits, known), prompt)
-    return ActivationUse.of(capture, edited, 4 * sum(each.values()))
+    return ActivationUse.of(capture, edited, 4 * sum(sizes.values()))
 
 
 def all_edits(sampling: SamplingParams) -> list[Edit]:
@@ -58,7 +58,7 @@ def all_edits(sampling: SamplingParams) -> list[Edit]:
     edits, steer = sampling.edits, sampling.steer
     assert not isinstance(edits, Edit), "it was read as a tuple"
     assert not isinstance(steer, Steer), "it was read as a tuple"
-    return [*edits, *(one.edit for one in steer)]
+    return [*edits, *(item.edit for item in steer)]
 
 
 def edited_shapes(
@@ -107,7 +107,7 @@ def compile_for(engine: Engine, request: Request) -> None:
 
 def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:
     """Raises `RequestError` if steering vectors do not fit the model."""
-    edits = [one.edit for one in vectors]
+    edits = [vector.edit for vector in vectors]
     place_edits(edits, edited_shapes(edits, engine.runner.model.activations), 1)
 
 
@@ -188,7 +188,7 @@ class SteeringVectors:
             raise RequestError(f"steering {name!r} has no vectors; give one")
         with self._changing:
             others = {n: v for n, v in self.kept.items() if n != name}
-            size = sum(each.vector.nbytes for v in (*others.values(), vectors) for each in v)
+            size = sum(item.vector.nbytes for v in (*others.values(), vectors) for item in v)
             if size > self.max_bytes or len(others) >= MAX_NAMES:
                 raise RequestError(
                     f"there is no room for {name!r}: steering vectors may take {self.max_bytes} "
@@ -210,4 +210,4 @@ class SteeringVectors:
         if found is None:
             known = nearest_hint(str(name), self.kept) if self.kept else "none is kept"
             raise RequestError(f"there is no steering vector {show_value(name)}; {known}")
-        return tuple(replace(one, scale=one.scale * scale, tokens=tokens) for one in found)
+        return tuple(replace(item, scale=item.scale * scale, tokens=tokens) for item in found)

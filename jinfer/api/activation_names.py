@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import RequestError
-from jinfer.html.html_table import details_html, table_html
+from jinfer.html.html_page import details_html, table_html
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 
@@ -42,7 +42,7 @@ class ActivationNames(Sequence[ActivationName]):
 
     def __init__(self, names: Iterable[ActivationName]) -> None:
         self._names = tuple(names)
-        self._by_name = {one.name: one for one in self._names}
+        self._by_name = {item.name: item for item in self._names}
 
     @overload
     def __getitem__(self, index: int | str) -> ActivationName: ...
@@ -70,18 +70,19 @@ class ActivationNames(Sequence[ActivationName]):
 
     def to_pandas(self) -> Any:
         """A row for each value: name, axes, shape. Raises `RequestError` without pandas."""
-        rows = [(one.name, one.axes, one.shape) for one in self]
+        rows = [(item.name, item.axes, item.shape) for item in self]
         columns = zip(("name", "axes", "shape"), zip(*rows, strict=True), strict=False)
         return data_frame({name: list(column) for name, column in columns})
 
     def __repr__(self) -> str:
-        lines = [str(one) for one in self._names[:_SHOWN]]
+        lines = [str(name) for name in self._names[:_SHOWN]]
         more = len(self) - len(lines)
         return "\n".join([*lines, *([f"... and {more} more"] if more else [])])
 
     def _repr_html_(self) -> str:
         rows = [
-            (one.name, ", ".join(one.axes), " × ".join(map(str, one.shape))) for one in self._names
+            (name.name, ", ".join(name.axes), " × ".join(map(str, name.shape)))
+            for name in self._names
         ]
         title = f"{len(self)} value{'s' * (len(self) != 1)}"
         return details_html(title, table_html(("name", "axes", "shape"), rows))

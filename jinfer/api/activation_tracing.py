@@ -195,15 +195,17 @@ def trace_prompts(
         changes = {"max_tokens": max_tokens, "edits": edited.edits, "steer": edited.steer}
         answer = partial(generate, adapter=adapter)
         answers = _answers(session, answer, inputs, params, changes)
-        inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
+        inputs = [
+            _with_answer(session, item, ids) for item, ids in zip(inputs, answers, strict=True)
+        ]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
     scored = edited_keys(edited, session.engine.runner.model.activations)
-    plans = [_plans(session, shapes, scored, one) for one in inputs]
-    _check_memory([plan for each in plans for plan in each.values()])
+    plans = [_plans(session, shapes, scored, item) for item in inputs]
+    _check_memory([plan for item in plans for plan in item.values()])
     traces = [
-        _trace(session, one, each, shapes, edited, use)
-        for one, each in zip(inputs, plans, strict=True)
+        _trace(session, item, plan, shapes, edited, use)
+        for item, plan in zip(inputs, plans, strict=True)
     ]
     return traces[0] if _is_one(given) else traces
 
@@ -216,7 +218,9 @@ def _chosen(known: Mapping[str, ActivationShape], capture: object) -> dict[str, 
     patterns = list(patterns)
     if not patterns:
         raise RequestError("capture is empty; give names, as llm.names() lists them")
-    patterns = [one.name if isinstance(one, ActivationName) else one for one in patterns]
+    patterns = [
+        pattern.name if isinstance(pattern, ActivationName) else pattern for pattern in patterns
+    ]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise RequestError(f"capture has {show_value(pattern)}; give names: ['decoder.*.x']")
@@ -244,8 +248,8 @@ def _inputs(
         if len(encoders) != len(texts):
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
     types = token_types(texts, token_type_ids, spec.dims.get("types"))
-    each = zip(texts, encoders, types, strict=True)
-    return [TraceInputs(ids, len(ids), encoder, kinds) for ids, encoder, kinds in each]
+    rows = zip(texts, encoders, types, strict=True)
+    return [TraceInputs(ids, len(ids), encoder, kinds) for ids, encoder, kinds in rows]
 
 
 def _answers(
@@ -264,22 +268,22 @@ def _answers(
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
     if not session.engine.runner.model.has_cross_attention:
-        found = generate([one.ids for one in inputs], sampling)
+        found = generate([item.ids for item in inputs], sampling)
     else:
-        found = [generate([one.encoder], sampling, decoder_prefix=one.ids)[0] for one in inputs]
+        found = [generate([item.encoder], sampling, decoder_prefix=item.ids)[0] for item in inputs]
     return [list(answer.token_ids) for answer in found]
 
 
-def _with_answer(session: Session, one: TraceInputs, answer: list[int]) -> TraceInputs:
-    ids = [*one.ids, *answer][: session.opened.context]
-    return TraceInputs(ids, one.prompt, one.encoder, [0] * len(ids))
+def _with_answer(session: Session, item: TraceInputs, answer: list[int]) -> TraceInputs:
+    ids = [*item.ids, *answer][: session.opened.context]
+    return TraceInputs(ids, item.prompt, item.encoder, [0] * len(ids))
 
 
 def _plans(
     session: Session,
     shapes: Mapping[str, ActivationShape],
     scored: Sequence[str],
-    one: TraceInputs,
+    item: TraceInputs,
 ) -> dict[str, TracePlan]:
     """The plan of each stack that has captured values.
 
@@ -287,7 +291,7 @@ def _plans(
         scored: the scores and patterns that are edited.
     """
     found = dict[str, TracePlan]()
-    has_encoder = bool(one.encoder)
+    has_encoder = bool(item.encoder)
     for stack in session.opened.spec.stacks:
         inside = has_encoder and stack.name == "encoder"
         own = {
@@ -295,12 +299,12 @@ def _plans(
             for name, shape in shapes.items()
             if not has_encoder or name.startswith(_ENCODER) == inside
         }
-        tokens = len(one.encoder if inside else one.ids)
+        tokens = len(item.encoder if inside else item.ids)
         caches = session.engine.runner.model.caches
         known = session.engine.runner.model.activations
         names = [*own, *(n for n in scored if n.startswith(f"{stack.name}."))]
         keys = {
-            name: len(one.encoder) if _reads_encoder(caches, name) else tokens
+            name: len(item.encoder) if _reads_encoder(caches, name) else tokens
             for name in names
             if "keys" in known[name].axes
         }
@@ -331,7 +335,7 @@ def _check_memory(plans: Sequence[TracePlan]) -> None:
 
 def _trace(
     session: Session,
-    one: TraceInputs,
+    item: TraceInputs,
     plans: Mapping[str, TracePlan],
     shapes: Mapping[str, ActivationShape],
     edited: SamplingParams,
@@ -340,27 +344,27 @@ def _trace(
     values: Values = {}
     known = session.engine.runner.model.activations
     # The encoder of an encoder-decoder is computed without edits.
-    changed = "decoder" if one.encoder else session.opened.spec.stacks[0].name
-    of_stack = {n: s for n, s in known.items() if not (one.encoder and n.startswith(_ENCODER))}
+    changed = "decoder" if item.encoder else session.opened.spec.stacks[0].name
+    of_stack = {n: s for n, s in known.items() if not (item.encoder and n.startswith(_ENCODER))}
     for stack, plan in plans.items():
         edits = None
         if stack == changed:
             width = key_width(session.engine.runner, stack, plan)
-            edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width, plan.keys)
+            edits = traced_edits(edited, of_stack, item.prompt, len(item.ids), width, plan.keys)
         try:
-            values |= session.thread.run(partial(_pass, stack, one, plan, edits, adapter))
+            values |= session.thread.run(partial(_pass, stack, item, plan, edits, adapter))
         except TapError as error:
             raise RequestError(f"edits: {error}") from error
     tokenizer = session.opened.tokenizer
-    tokens = [str(id) if tokenizer is None else tokenizer.token_text(id) for id in one.ids]
+    tokens = [str(id) if tokenizer is None else tokenizer.token_text(id) for id in item.ids]
     ordered = {name: values[name] for name in shapes}
     axes = {name: shape.axes for name, shape in shapes.items()}
-    return Trace(ordered, axes, one.ids, tokens, one.prompt)
+    return Trace(ordered, axes, item.ids, tokens, item.prompt)
 
 
 def _pass(
     stack: str,
-    one: TraceInputs,
+    item: TraceInputs,
     plan: TracePlan,
     edits: ActivationUse | None,
     adapter: AdapterUse | None,
@@ -368,9 +372,9 @@ def _pass(
 ) -> Any:
     if stack == "decoder":
         runner, scheduler = engine.runner, engine.scheduler
-        return trace_decoder(runner, scheduler, one.ids, plan, one.encoder, adapter, edits)
-    text = one.encoder or one.ids
-    types = [0] * len(text) if one.encoder else one.types
+        return trace_decoder(runner, scheduler, item.ids, plan, item.encoder, adapter, edits)
+    text = item.encoder or item.ids
+    types = [0] * len(text) if item.encoder else item.types
     return trace_encoder(engine.runner, text, types, plan, edits)
 
 
@@ -465,13 +469,13 @@ def _check_range(edit: Edit, prompt: int, tokens: int) -> None:
 
 def _check_keys(edit: Edit, heads: int, tokens: int, keys: int) -> None:
     """Raises `RequestError` if an edit has not the shape of some tokens' scores."""
-    each = [heads] if edit.head is None else []
-    allowed = [[*each, tokens, keys], [*each, keys]]
+    lead = [heads] if edit.head is None else []
+    allowed = [[*lead, tokens, keys], [*lead, keys]]
     shape = list(edit.value.shape)
     if shape and not any(shape[:-1] == a[:-1] and 0 < shape[-1] <= keys for a in allowed):
         raise RequestError(
             f"{edit.field}: {edit.name}: the value has shape {shape}; give a number, or "
-            f"{allowed[0]}: {'heads, ' if each else ''}tokens, keys"
+            f"{allowed[0]}: {'heads, ' if lead else ''}tokens, keys"
         )
 
 

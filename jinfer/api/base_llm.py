@@ -184,7 +184,7 @@ class BaseLLM:
 
     def _repr_html_(self) -> str:
         """The notebook display: the model's line, and folded below its wiring and sizes."""
-        from jinfer.html.html_table import details_html
+        from jinfer.html.html_page import details_html
 
         title = "wiring and sizes"
         if self.spec.decoder is not None:

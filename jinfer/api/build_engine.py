@@ -100,7 +100,7 @@ def load_image_encoder(encoder: ImageEncoder, plan: WeightPlan, *, progress: boo
     device = encoder.runner.programs.device
     put: Put = on_device
     if device is not None:
-        from jinfer.speculate.other_device import put_on
+        from jinfer.speculate.draft_model import put_on
 
         put = put_on(device)
     encoder.runner.parameters = load_weights.load(plan, put, progress=progress)
@@ -245,8 +245,7 @@ def _on_one_device(
 
 def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
-    from jinfer.parallel.auto_plan import resolve_auto
-    from jinfer.parallel.memory_plan import memory_planner
+    from jinfer.parallel.memory_plan import memory_planner, resolve_auto
     from jinfer.parallel.microbatches import MicroBatches
     from jinfer.parallel.pipeline import Pipeline
     from jinfer.parallel.placement import ModelToPlace, free_memory_of, make_stages, partition_plan
@@ -255,7 +254,7 @@ def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
     whole = ModelToPlace(opened.spec, model, opened.context, dtype, opened.kv_cache)
     whole, why = resolve_auto(whole)
     plan, spec = partition_plan(whole), whole.spec
-    memory = memory_planner(plan, whole, free_memory_of(plan, spec)).asked()
+    memory = memory_planner(plan, whole, free_memory_of(plan, spec)).requested()
     if memory.problem:
         raise SpecError(spec.path, "partition", memory.problem)
     sizes = _sizes(opened, model, dict(memory.blocks.total))

@@ -15,7 +15,7 @@ from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
 from jinfer.engine.output.completion import data_frame
 from jinfer.engine.requests import NotFiniteError, RequestError
-from jinfer.html.html_table import table_html
+from jinfer.html.html_page import table_html
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.loader.config.pooling_config import cut
 
@@ -138,11 +138,11 @@ def tokenize(session: Session, given: object) -> list[TypedTokens]:
     paired = isinstance(given, list | tuple) and any(map(is_pair, given))
     listed: list[Any] = list(cast("Any", given)) if paired else parse_prompts(given)
     found = []
-    for one in listed:
-        if is_pair(one):
-            found.append(tokenize_pair(session, *one))
+    for item in listed:
+        if is_pair(item):
+            found.append(tokenize_pair(session, *item))
         else:
-            ids = session.encode(one)
+            ids = session.encode(item)
             found.append(TypedTokens(ids, [0] * len(ids)))
     return found
 

@@ -85,12 +85,12 @@ def token_types(texts: list[list[int]], given: object, known: int | None) -> lis
     if given is None:
         return [[0] * len(ids) for ids in texts]
     try:
-        types = [[index(one) for one in row] for row in cast("Any", given)]
+        types = [[index(item) for item in row] for row in cast("Any", given)]
     except TypeError:
         raise RequestError("token_type_ids are lists of whole numbers, one for each text") from None
     if [len(row) for row in types] != [len(ids) for ids in texts]:
         raise RequestError("token_type_ids must be as long as the texts")
-    if known and any(not 0 <= one < known for row in types for one in row):
+    if known and any(not 0 <= item < known for row in types for item in row):
         raise RequestError(f"token_type_ids are from 0 to {known - 1}, as many as the model has")
     return types
 

@@ -71,10 +71,10 @@ def build_requests(
             "leave them out"
         )
     use = None if adapter is None else session.adapters.find(adapter)
-    resolved = [session.sampling(one, sampling) for one in listed]
+    resolved = [session.sampling(item, sampling) for item in listed]
     if suffix is not None:
         every = [_infill_ids(session, prompt, suffix) for prompt in every]
-        resolved = [with_fim_ends(session, one) for one in resolved]
+        resolved = [with_fim_ends(session, item) for item in resolved]
     prefix = session.prefix(decoder_prefix, language)
     encoded = [session.encode_prompt(prompt, special=special) for prompt in every]
     return [

@@ -35,7 +35,7 @@ from jinfer.loader.config.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.sampling_keywords import ChatKeywords, completing
-from jinfer.startup.imports import gc_paused
+from jinfer.startup import gc_paused
 from jinfer.template.chat_prompt import Message
 
 if TYPE_CHECKING:

@@ -74,8 +74,8 @@ class Adapters:
             SpecError: the model cannot have any.
             CheckpointError: one of them is damaged.
         """
-        unmerged = [each for each in opened.adapters if not each.spec.merge]
-        listed = {each.spec.name: _opened(each.path) for each in unmerged}
+        unmerged = [adapter for adapter in opened.adapters if not adapter.spec.merge]
+        listed = {item.spec.name: _opened(item.path) for item in unmerged}
         engine, path = opened.spec.engine, opened.spec.path
         model = opened.spec.tensors, opened.checkpoint.format
         count = max(engine.max_adapters, len(listed))
@@ -89,14 +89,14 @@ class Adapters:
             raise SpecError(path, key, reason)
         if current_group() is not None:
             raise SpecError(path, key, "adapters are not loaded in several processes; merge them")
-        highest = max((one.rank for one in listed.values()), default=0)
+        highest = max((item.rank for item in listed.values()), default=0)
         usual = next((rank for rank in _RANKS if rank >= highest), highest)
         rank = engine.max_adapter_rank or (usual if listed else _USUAL_RANK)
-        experts = engine.expert_adapters or any(one.has_experts for one in listed.values())
-        dora = engine.dora_adapters or any(one.has_magnitudes for one in listed.values())
+        experts = engine.expert_adapters or any(item.has_experts for item in listed.values())
+        dora = engine.dora_adapters or any(item.has_magnitudes for item in listed.values())
         slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts, dora)
         adapters = cls(*model, listed, slots)
-        adapters.sources |= {each.spec.name: str(each.path) for each in unmerged}
+        adapters.sources |= {item.spec.name: str(item.path) for item in unmerged}
         return adapters
 
     def room_in(self, model: AbstractModel) -> AbstractModel:

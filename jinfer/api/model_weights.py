@@ -71,7 +71,7 @@ class ModelWeights:
         """Those of a model, loaded by a plan."""
         origins = plan.origins.items()
         tensors = {
-            name: tuple(file.name for file in origin.files) if isinstance(origin, Origin) else ()
+            name: tuple(file.name for file in origin.tensors) if isinstance(origin, Origin) else ()
             for name, origin in origins
         }
         return cls(engine, thread, tensors, dict(plan.same))

@@ -211,7 +211,7 @@ def parallel_sampling(request: Request, ids: Iterator[int]) -> list[Request]:
         logprobs = sampling.logprobs
         if count > sampling.n:
             logprobs = logprobs or 0
-        one = replace(sampling, seed=seed, logprobs=logprobs, n=1, best_of=None)
+        item = replace(sampling, seed=seed, logprobs=logprobs, n=1, best_of=None)
         id = request.id if index == 0 else next(ids)
-        requests.append(replace(request, id=id, sampling=one))
+        requests.append(replace(request, id=id, sampling=item))
     return requests

@@ -43,7 +43,7 @@ def parse_prompts(given: object) -> list[ParsedPrompt]:
         raise RequestError(f"there is no prompt; {_GIVE}, or several of them in a list")
     if _is_number(listed[0]) or isinstance(listed[0], Mapping):
         return [_one(listed)]
-    return [parse_prompt(each) for each in listed]
+    return [parse_prompt(item) for item in listed]
 
 
 def parse_prompt(given: object) -> ParsedPrompt:
@@ -74,7 +74,7 @@ def parse_messages(given: object) -> list[Message]:
         raise RequestError(f"a conversation is a list of messages, not a {kind}; {_MESSAGE}")
     if not len(given):
         raise RequestError(f"the conversation is empty; give a message: {_MESSAGE}")
-    return [_message(each, number) for number, each in enumerate(given)]
+    return [_message(item, number) for number, item in enumerate(given)]
 
 
 def is_conversation(given: ParsedPrompt) -> TypeGuard[list[Message]]:
@@ -151,7 +151,7 @@ def _listed(given: object) -> list[Any]:
 def _one(listed: list[Any]) -> list[int] | list[Message]:
     if is_conversation(listed):
         return parse_messages(listed)
-    return [_id(each) for each in listed]
+    return [_id(item) for item in listed]
 
 
 def _is_number(value: object) -> bool:

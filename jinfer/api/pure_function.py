@@ -129,7 +129,7 @@ class FunctionTaps:
                 f"edits are {show_value(edits)}; give names with a function or an array each, or "
                 "a list of Edit and Steer"
             )
-        plain = tuple(each.edit if isinstance(each, Steer) else each for each in listed)
+        plain = tuple(item.edit if isinstance(item, Steer) else item for item in listed)
         decoder = self.model.modules.spec.decoder is not None
         keys = -(-self.tokens // BLOCK) * BLOCK if decoder else self.tokens
         shapes = {

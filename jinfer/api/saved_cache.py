@@ -95,8 +95,8 @@ def erase_slot(engine: Engine, slot: int) -> int:
     Blocks that running sequences share stay.
     """
     seed, tokens = prefix_of_slot(engine, slot)
-    for one in reversed(blocks_of_slot(engine, slot)):
-        pool_of(engine.scheduler.blocks, one.group).forget(one.block)
+    for item in reversed(blocks_of_slot(engine, slot)):
+        pool_of(engine.scheduler.blocks, item.group).forget(item.block)
     if engine.offload is not None:
         groups = row_groups(engine.runner.model.caches)
         digests = [chain_hash(before, part) for before, part in _parts(seed, tokens)]
@@ -123,12 +123,12 @@ def read_blocks(
         Each block with its row, and what `gather` gives; None if none is left.
     """
     placed, ids = list[tuple[int, CachedBlock]](), dict[str, list[int]]()
-    for one in listed:
-        has = pool_of(engine.scheduler.blocks, one.group).content(one.block)
-        same = has is not None and (has.before, has.tokens[: len(one.tokens)]) == one[2:]
+    for item in listed:
+        has = pool_of(engine.scheduler.blocks, item.group).content(item.block)
+        same = has is not None and (has.before, has.tokens[: len(item.tokens)]) == item[2:]
         if same:
-            placed.append((len(ids.setdefault(one.group, [])), one))
-            ids[one.group].append(one.block)
+            placed.append((len(ids.setdefault(item.group, [])), item))
+            ids[item.group].append(item.block)
     return (placed, *gather(engine.runner, ids)) if placed else None
 
 
@@ -137,9 +137,9 @@ def contents_of(
 ) -> Iterator[SavedBlock]:
     """The blocks that were read; waits for them. Not on the engine's thread."""
     arrays = on_host(rows)
-    for row, one in placed:
-        content = block_bytes_of(arrays, one.group, row, count)
-        yield SavedBlock(one.group, one.before, one.tokens, content)
+    for row, item in placed:
+        content = block_bytes_of(arrays, item.group, row, count)
+        yield SavedBlock(item.group, item.before, item.tokens, content)
 
 
 def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str, int]) -> bool:
@@ -154,35 +154,35 @@ def write_blocks(engine: Engine, listed: Sequence[SavedBlock], entered: dict[str
     blocks, fits = engine.scheduler.blocks, True
     contents: dict[str, dict[int, bytes]] = {}
     taken: list[tuple[SavedBlock, int]] = []
-    for one in listed:
-        if _is_cached(blocks, one):
+    for item in listed:
+        if _is_cached(blocks, item):
             continue
-        pool, before = pool_of(blocks, one.group), entered.get(one.group, 0)
+        pool, before = pool_of(blocks, item.group), entered.get(item.group, 0)
         block = pool.allocate() if pool.available > before else None
         if block is None:
             fits = False
             break
-        taken.append((one, block))
-        contents.setdefault(one.group, {})[block] = one.content
+        taken.append((item, block))
+        contents.setdefault(item.group, {})[block] = item.content
     if not taken:
         return fits
     try:
         scatter(engine.runner, contents)
     except BaseException:
-        for one, block in taken:
-            pool_of(blocks, one.group).release(block)
+        for item, block in taken:
+            pool_of(blocks, item.group).release(block)
         raise
-    for one, block in taken:
-        enter(blocks, one.group, block, one.before, one.tokens)
-        entered[one.group] = entered.get(one.group, 0) + 1
+    for item, block in taken:
+        enter(blocks, item.group, block, item.before, item.tokens)
+        entered[item.group] = entered.get(item.group, 0) + 1
     return fits
 
 
-def _is_cached(blocks: BlockManager, one: SavedBlock) -> bool:
-    pool = pool_of(blocks, one.group)
+def _is_cached(blocks: BlockManager, item: SavedBlock) -> bool:
+    pool = pool_of(blocks, item.group)
     if isinstance(pool, StatePool):
-        return pool.has([one.before], one.tokens)
-    return pool.lookup_partial(one.before, one.tokens)[0] == len(one.tokens)
+        return pool.has([item.before], item.tokens)
+    return pool.lookup_partial(item.before, item.tokens)[0] == len(item.tokens)
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,8 @@ class _BlocksSeen:
         return max(self._tokens.values(), key=len, default=[])
 
     def __iter__(self) -> Iterator[SavedBlock]:
-        for one in self._blocks:
-            if one.group != STATE:
-                self.seed = self.seed if self._tokens else one.before
-                self._tokens.setdefault(one.group, []).extend(one.tokens)
-            yield one
+        for block in self._blocks:
+            if block.group != STATE:
+                self.seed = self.seed if self._tokens else block.before
+                self._tokens.setdefault(block.group, []).extend(block.tokens)
+            yield block

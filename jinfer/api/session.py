@@ -68,7 +68,6 @@ from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.backend import start
 from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
-from jinfer.ops.gpu_backend import requested_backend
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_field import parameter_hint
@@ -129,7 +128,6 @@ class Session:
         note_model_opened()
         # Environment variables with unknown values are refused before anything is read.
         disabled_kernels()
-        requested_backend()
         refuse_on_worker()
         program_cache = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
@@ -384,7 +382,7 @@ class Session:
         )
         self._check_room(request)
         answers = parallel_sampling(request, self._ids)
-        prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
+        prepared = [self._prepared(answer, rank) for rank, answer in enumerate(answers)]
         compile_for(self.engine, request)
         return prepared
 

@@ -57,12 +57,12 @@ def tokenize_texts(
     prompt, skipped = embedding_prompt(session, prompt_name)
     max_tokens = max_text_tokens(session)
     tokens = []
-    for one in parse_prompts(given):
-        if isinstance(one, str):
-            ids = cut(session.encode(session.opened.pooling.text(one, prompt)), max_tokens)
+    for text in parse_prompts(given):
+        if isinstance(text, str):
+            ids = cut(session.encode(session.opened.pooling.text(text, prompt)), max_tokens)
             tokens.append(EmbeddingTokens(ids, min(skipped, len(ids) - 1)))
         elif prompt_name is None:
-            tokens.append(EmbeddingTokens(cut(session.encode(one), max_tokens)))
+            tokens.append(EmbeddingTokens(cut(session.encode(text), max_tokens)))
         else:
             raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
     return tokens

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.startup.imports import gc_paused, importing
+from jinfer.startup import gc_paused, importing
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def _group_help(group: str) -> str:
 def _help_lines() -> dict[str, str]:
     """Return a line of help for each command, and for each group before its first command."""
     lines: dict[str, str] = {}
-    for each in COMMANDS:
-        group, _, rest = each.name.partition(" ")
+    for item in COMMANDS:
+        group, _, rest = item.name.partition(" ")
         if rest and group not in lines:
             inside = (n.removeprefix(f"{group} ") for n in _NAMES if n.startswith(f"{group} "))
             lines[group] = f"{GROUPS[group]}: {', '.join(inside)}"
-        lines[each.name] = each.about
+        lines[item.name] = item.about
     return lines
 
 

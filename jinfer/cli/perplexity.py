@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jinfer.api.llm import LLM
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, SET, SOURCE, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.progress import task
 
@@ -85,10 +84,10 @@ def perplexity(llm: LLM, parts: Sequence[Window], *, progress: bool = False) -> 
 
 def summary(losses: np.ndarray, count: int) -> Perplexity:
     """The perplexity from the negative log-likelihood of each token."""
-    each = losses.astype(np.float64)
-    value = math.exp(each.mean())
-    deviation = each.std() / math.sqrt(max(1, len(each) - 1))
-    return Perplexity(value, value * deviation, len(each), count)
+    losses = losses.astype(np.float64)
+    value = math.exp(losses.mean())
+    deviation = losses.std() / math.sqrt(max(1, len(losses) - 1))
+    return Perplexity(value, value * deviation, len(losses), count)
 
 
 def text_windows(
@@ -102,35 +101,29 @@ def text_windows(
     return list(windows(ids, length, stride or length, definition, bos))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
+TEXT = (  # names a text and says how it is cut
+    argument("--text", required=True, metavar="FILE", help="the text, UTF-8"),
+    argument("--length", type=int, default=512, help="tokens of a window (512)"),
+    argument("--windows", type=int, help="stop after so many windows"),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures the perplexity of a text."
-    )
-    add = parser.add_argument
-    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    add_text(parser)
-    add("--stride", type=int, help="tokens between the starts of windows (the length)")
-    add("--definition", choices=("halves", "whole"), default="halves",
-        help="halves: as in llama.cpp; whole: as in Inferflow")  # fmt: skip
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write the result as JSON")
-    return parser
-
-
-def add_text(parser: argparse.ArgumentParser) -> None:
-    """The options that name a text and say how it is cut."""
-    add = parser.add_argument
-    add("--text", required=True, metavar="FILE", help="the text, UTF-8")
-    add("--length", type=int, default=512, help="tokens of a window (512)")
-    add("--windows", type=int, help="stop after so many windows")
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Measures the perplexity of a text.",
+    SOURCE,
+    *TEXT,
+    argument("--stride", type=int, help="tokens between the starts of windows (the length)"),
+    argument(
+        "--definition",
+        choices=("halves", "whole"),
+        default="halves",
+        help="halves: as in llama.cpp; whole: as in Inferflow",
+    ),
+    SET,
+    JSON,
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.length < 4 or (options.stride is not None and options.stride < 1):
         print("error: --length must be at least 4 and --stride at least 1", file=sys.stderr)
         return 2
@@ -150,11 +143,10 @@ def _run(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begun
     print(f"perplexity {result.value:.4f} ± {result.error:.4f} over {result.tokens} tokens")
     print(f"{result.windows} windows of {options.length}, {options.definition}, {seconds:.1f} s")
-    if options.json:
-        report = {"source": options.source, "text": options.text, "length": options.length,
-                  "definition": options.definition, "set": options.set, "seconds": seconds,
-                  **asdict(result)}  # fmt: skip
-        write_json(options.json, report)
+    report = {"source": options.source, "text": options.text, "length": options.length,
+              "definition": options.definition, "set": options.set, "seconds": seconds,
+              **asdict(result)}  # fmt: skip
+    write_json(options.json, report)
     return 0
 
 
@@ -166,7 +158,3 @@ def parse_flat(text: str) -> dict[str, Any]:
         (key, table), *_ = table.items()
         keys.append(key)
     return {".".join(keys): table}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

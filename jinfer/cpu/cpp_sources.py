@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinfer.startup.source_files import content_of, files_below
+from jinfer.disk_cache import content_of, files_below
 
 SRC = Path(__file__).parent / "src"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")

@@ -85,22 +85,22 @@ class Program:
     def norm(
         self,
         x: int,
-        weight: Float[Array, "*one each"] | None,
-        bias: Float[Array, "*one each"] | None,
+        weight: Float[Array, "*rows width"] | None,
+        bias: Float[Array, "*rows width"] | None,
         *,
         centered: bool,
         eps: float,
         offset: float,
-        each: int | None = None,
+        width: int | None = None,
     ) -> int:
         """Adds `jinfer.cpu.rowwise.norm` with the same weights and biases for all rows.
 
         Args:
-            each: numbers of a norm, such as a head's; None: the whole row.
+            width: numbers of a norm, such as a head's; None: the whole row.
         """
-        each = each or self._size(x)
+        width = width or self._size(x)
         present = int(weight is not None), int(bias is not None)
-        numbers = [int(centered), *present, _bits(eps), _bits(offset), each]
+        numbers = [int(centered), *present, _bits(eps), _bits(offset), width]
         vectors = [vector for vector in (weight, bias) if vector is not None]
         return self._add(Operation.NORM, x, numbers, vectors, [self._size(x)])[0]
 

@@ -69,7 +69,7 @@ def matrix_scan(
         The output, zero for padding, and the table.
     """
     empty = jnp.zeros(0, jnp.float32)
-    optional = (empty if each is None else each for each in (beta, read, write))
+    optional = (empty if part is None else part for part in (beta, read, write))
     inputs = (q, k, v, log_decay, *optional)
     return _call("matrix_scan", inputs, v.shape, table, runs, erase=np.int64(_ERASE.index(erase)))
 
@@ -130,9 +130,9 @@ def _call(
     **attributes: np.int64,
 ) -> tuple[Array, Array]:
     *where, kept = runs
-    arguments = (*inputs, *(each.astype(jnp.int32) for each in where))
+    arguments = (*inputs, *(part.astype(jnp.int32) for part in where))
     of_states = table.shape if kept else (0,)
-    shapes = [jax.ShapeDtypeStruct(each, np.float32) for each in (shape, of_states)]
+    shapes = [jax.ShapeDtypeStruct(dims, np.float32) for dims in (shape, of_states)]
     aliases = {len(arguments): 1} if kept else {}
     call = jax.ffi.ffi_call(f"jinfer_{name}", shapes, input_output_aliases=aliases)
     out, after = call(*arguments, table, **attributes)

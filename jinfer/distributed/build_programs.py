@@ -17,8 +17,8 @@ from jinfer.loader.open_model import Opened
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.microbatches import MicroBatches
-from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.placement import ModelToPlace, make_stages, partition_plan
+from jinfer.parallel.stage_model import PipelineStage
 
 
 def build_distributed_programs(

@@ -28,8 +28,8 @@ from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.step_forms import CacheStep, EncoderStep, ForwardStep, StateStep, Step
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
-from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.pipeline import Pipeline
+from jinfer.parallel.stage_programs import Launcher
 
 
 class KeptResult:
@@ -236,7 +236,7 @@ class DistributedPipeline(Pipeline):
     def _fetched(self, outputs: Any) -> Any:
         """Outputs moved from home to process 0."""
         first = next(device for device in jax.devices() if device.process_index == 0)
-        moved = self.move(outputs, self.compiler.home, DeviceGroup((first,)))
+        moved = self.move(outputs, self.home, DeviceGroup((first,)))
         if self.group.rank:
             return moved
         return jax.tree.map(lambda array: FetchedArray(array, self.group.fail), moved)

@@ -6,7 +6,7 @@ from jinfer.distributed.process_group import ProcessGroup
 from jinfer.loader.open_model import Opened
 from jinfer.modelspec.partition_table import AUTO, CPU, device_groups
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.stage_model import PipelineStage
 
 
 def check_spec(group: ProcessGroup, opened: Opened) -> None:

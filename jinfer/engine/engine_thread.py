@@ -37,7 +37,7 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.thread_pools import check_not_forked
-from jinfer.startup.thread_priority import at_usual_priority
+from jinfer.startup import at_usual_priority
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""HTML pages: a view as a notebook's output, as a document, and as an SVG image.
+"""HTML pages, tables and pictures: a view as a notebook's output, a document, and an SVG image.
 
 Nothing is fetched: a page's own policy forbids it. Colours are those of the server's page. They
 follow the system's setting, or a notebook's own (JupyterLab and Notebook, VS Code, Colab). A view
@@ -7,9 +7,97 @@ has a background, so its text is readable on any page.
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import TYPE_CHECKING, Any
 
-from jinfer.html.live_script import LIVE
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+COLOUR = (217, 95, 2)  # red, green and blue of `matrix_png`
+GAMMA = 0.5  # of opacity: small values are visible; `LIVE` inverts it
+
+# Elements with `data-keys` (number of columns, or 0 for a text) have items with titles: Tab reaches
+# one item, arrows move on. Elements with `data-heat` are images of matrices.
+LIVE = """
+for (const view of document.querySelectorAll('.jv:not([data-live])')) {
+  view.dataset.live = '';
+  const say = (part, text) => {
+    const out = (part.closest('section') ?? view).querySelector('output');
+    if (out) out.textContent = text;
+  };
+  for (const group of view.querySelectorAll('[data-keys]')) {
+    const items = [...group.querySelectorAll('[title]')], wide = +group.dataset.keys || 0;
+    const of = event => event.target.closest('[title]');
+    for (const kind of ['mouseover', 'focusin']) group.addEventListener(kind, e => {
+      const item = of(e);
+      if (item) say(group, item.title);
+    });
+    group.addEventListener('keydown', e => {
+      const at = items.indexOf(of(e)), row = wide ? at - at % wide : 0;
+      const step = { ArrowRight: at + 1, ArrowLeft: at - 1,
+        ArrowDown: at + (wide || 1), ArrowUp: at - (wide || 1),
+        Home: row, End: wide ? row + wide - 1 : items.length - 1 }[e.key];
+      if (at < 0 || step === undefined) return;
+      e.preventDefault();
+      const next = items[step];
+      if (!next) return;
+      items[at].tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+      next.scrollIntoView({ block: 'nearest', inline: 'nearest' });
+    });
+  }
+  for (const heat of view.querySelectorAll('[data-heat]')) {
+    const { rows, columns, scale, unit } = JSON.parse(heat.dataset.heat);
+    const cross = heat.querySelector('i'), canvas = document.createElement('canvas');
+    const draw = canvas.getContext('2d', { willReadFrequently: true });
+    let at = [0, 0], source = '';
+    const show = () => {
+      const picture = getComputedStyle(heat).backgroundImage;
+      const describe = () => {
+        const alpha = draw.getImageData(at[1], at[0], 1, 1).data[3] / 255;
+        const value = (scale * alpha ** (1 / GAMMA)).toFixed(3);
+        say(heat, `${rows[at[0]]}\\n${columns[at[1]]}\\n${value} ${unit}`);
+      };
+      const wide = heat.clientWidth / columns.length, high = heat.clientHeight / rows.length;
+      Object.assign(cross.style, { display: 'block', left: `${at[1] * wide}px`,
+        top: `${at[0] * high}px`, width: `${wide}px`, height: `${high}px` });
+      if (picture === source) return describe();
+      const image = new Image();
+      image.onload = () => {
+        [canvas.width, canvas.height, source] = [image.width, image.height, picture];
+        draw.drawImage(image, 0, 0);
+        describe();
+      };
+      image.src = picture.slice(5, -2);
+    };
+    const bound = (value, most) => Math.max(0, Math.min(most - 1, value));
+    heat.addEventListener('mousemove', e => {
+      const box = heat.getBoundingClientRect();
+      const y = (e.clientY - box.top) / box.height, x = (e.clientX - box.left) / box.width;
+      at = [bound(Math.floor(y * rows.length), rows.length),
+        bound(Math.floor(x * columns.length), columns.length)];
+      show();
+    });
+    heat.addEventListener('focus', show);
+    heat.addEventListener('keydown', e => {
+      const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1],
+        ArrowDown: [1, 0], ArrowUp: [-1, 0] }[e.key];
+      if (!move) return;
+      e.preventDefault();
+      at = [bound(at[0] + move[0], rows.length), bound(at[1] + move[1], columns.length)];
+      show();
+    });
+  }
+}
+""".replace("GAMMA", str(GAMMA))
+
 
 MONO = "ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SANS = "system-ui,-apple-system,'Segoe UI','Helvetica Neue','Liberation Sans',sans-serif"
@@ -100,3 +188,66 @@ def picture(content: str, width: int, height: int) -> str:
         f'<foreignObject {size}><div xmlns="http://www.w3.org/1999/xhtml" class="jv" '
         f'style="min-height:{height}px">{content}</div></foreignObject></svg>\n'
     )
+
+
+def matrix_png(values: Float[np.ndarray, "rows columns"]) -> bytes:
+    """A PNG with a pixel for each value, from 0 (transparent) to 1 (opaque)."""
+    codes = np.round(255 * np.clip(np.nan_to_num(values), 0, 1)).astype(np.uint8)
+    rows, columns = codes.shape
+    lines = np.zeros((rows, columns + 1), np.uint8)  # each begins with its filter: none
+    lines[:, 1:] = codes
+    opacity = np.round(255 * (np.arange(256) / 255) ** GAMMA).astype(np.uint8)
+    return b"".join(
+        _chunks(
+            (b"IHDR", struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)),
+            (b"PLTE", bytes(COLOUR) * 256),
+            (b"tRNS", opacity.tobytes()),
+            (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+            (b"IEND", b""),
+        )
+    )
+
+
+def data_uri(png: bytes) -> str:
+    """An image as an address that contains it."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _chunks(*parts: tuple[bytes, bytes]) -> Iterator[bytes]:
+    yield b"\x89PNG\r\n\x1a\n"
+    for name, content in parts:
+        checked = name + content
+        yield struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+
+_TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0"
+
+
+def table_html(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; numbers are right-aligned and rounded: 1e-05, not 9.99999975e-06."""
+
+    def cells(row: Sequence[Any], tag: str) -> str:
+        sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]
+        return "".join(
+            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(rounded(cell))}</{tag}>'
+            for cell, side in zip(row, sides, strict=True)
+        )
+
+    lines = [f"<tr>{cells(heads, 'th')}</tr>", *(f"<tr>{cells(row, 'td')}</tr>" for row in rows)]
+    return f'<table style="{_TABLE}">{"".join(lines)}</table>'
+
+
+def rounded(cell: Any) -> str:
+    """A cell's text; a float in float32's precision."""
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def details_html(title: str, content: str, heading: str = "") -> str:
+    """A collapsible section, perhaps below a heading.
+
+    Args:
+        title, heading: plain text.
+        content: HTML.
+    """
+    details = f"<details><summary>{escape(title)}</summary>{content}</details>"
+    return f"<div><p><b>{escape(heading)}</b></p>{details}</div>" if heading else details

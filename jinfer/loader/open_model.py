@@ -50,11 +50,11 @@ from jinfer.loader.sources import full_source, locate
 from jinfer.loader.weights.tensor_mapping import by_name
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import Kind, parse_cache_dtype
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.ops.matmul.dense import reads_16_bit_weights
 from jinfer.quant.quantized_tensor import Activations
+from jinfer.quant_format import Kind, parse_cache_dtype
 from jinfer.template.chat_prompt import Conversation
 from jinfer.template.thinking_marks import ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer, load_tokenizer

@@ -393,6 +393,8 @@ class LatentAttentionSpec(Block):
     value_dim: dimensions of each value head.
     bias: whether the projections to the latents and the output have a bias.
     eps: epsilon of the latents' norms.
+    scale: scale of the scores; none: 1 / sqrt(nope_dim + rope_dim).
+    latent_scale: factor of the cached latent, after its norm.
     split: whether the up-projection of the latent is stored as two, for keys and for values, with a
         matrix per head.
     sinks: attention sinks: a learned score per head, `attn.sinks`, in the softmax without a value.
@@ -412,6 +414,8 @@ class LatentAttentionSpec(Block):
     value_dim: int = dim("value_dim")
     bias: bool = False
     eps: NotNegative = 1e-6
+    scale: Positive | None = None
+    latent_scale: Positive = 1.0
     split: bool = False
     sinks: bool = False
     temperature: TemperatureSpec | None = None

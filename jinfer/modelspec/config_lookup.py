@@ -51,6 +51,8 @@ class RecordingTable(Mapping[str, Any]):
 def lookup_in(table: Mapping[str, Any], keys_read: set[str] | None = None) -> Callable[[str], Any]:
     """Makes a lookup of dotted keys in nested tables (config.json) that raises `MissingKey`.
 
+    A number in a key is an index of a list.
+
     `$rope_scaling` falls back to the table `rope_parameters`, and `$rope_theta` and
     `$partial_rotary_factor` are found in either, as in transformers 5. A `rope_parameters` with a
     table for each layer type is not flat and is not used for these.
@@ -75,6 +77,9 @@ def lookup_in(table: Mapping[str, Any], keys_read: set[str] | None = None) -> Ca
 def _inside(table: Mapping[str, Any], key: str, asked_for: str) -> Any:
     result: Any = table
     for part in key.split("."):
+        if isinstance(result, list) and part.isdecimal() and int(part) < len(result):
+            result = result[int(part)]
+            continue
         if not isinstance(result, Mapping) or part not in result:
             raise MissingKey(asked_for)
         result = result[part]

@@ -11,7 +11,9 @@ from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positiv
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "softplus"
+]
 GatedActivation = Literal[Activation, "clamped_swiglu", "clamped_silu"]
 LearnedActivation = Literal[Activation, "xielu"]
 CLAMPED = ("clamped_swiglu", "clamped_silu")
@@ -119,6 +121,7 @@ class MoESpec(Block):
     offset: offset of clamped_swiglu, as in `gated`.
     bias: whether the experts' projections have a bias.
     router_bias: whether the router's projection has a bias.
+    router_softcap: logits become router_softcap * tanh(logits / router_softcap).
     scoring: "softmax" over all experts; "sigmoid" of each (arXiv 2412.19437); "sparsemixer" (arXiv
         2409.12136) selects experts one after the other, each weighted by a softmax over the
         remaining scores near the maximum.
@@ -149,6 +152,7 @@ class MoESpec(Block):
     offset: NotNegative = SWIGLU_OFFSET
     bias: bool = False
     router_bias: bool = False
+    router_softcap: Positive | None = None
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalize: bool = False
     scale: Positive = 1.0

@@ -84,7 +84,8 @@ class RopeScalingSpec:
     def ignored(cls, table: Mapping[str, Any]) -> frozenset[str]:
         """Keys that config files have in the same table, but specifications elsewhere."""
         elsewhere = {*_SAID_ELSEWHERE}
-        if table.get("rope_type", table.get("type")) == "proportional":
+        # A specification may have it among alternatives.
+        if "proportional" in str(table.get("rope_type", table.get("type"))):
             elsewhere.remove("partial_rotary_factor")
         return frozenset(elsewhere)
 
@@ -233,15 +234,21 @@ class DisentangledSpec:
     buckets: distances distinguished on either side, half of them exactly, the rest logarithmically.
     max_distance: all distances from here on share a bucket.
     eps: epsilon of the norm.
+    exact: all `buckets` are distances of their own, and the larger ones share the last.
+    norm: whether there is that norm.
+    projections: "own": K and Q are `attn.distances.k`, without a bias, and `attn.distances.q`.
     """
 
     kind: Literal["disentangled"]
     buckets: Size = 256
     max_distance: int = dim("context")
     eps: NotNegative = 1e-7
+    exact: bool = False
+    norm: bool = True
+    projections: Literal["shared", "own"] = "shared"
 
     def check(self) -> tuple[str, str] | None:
-        if self.buckets % 2 or self.max_distance <= self.buckets:
+        if not self.exact and (self.buckets % 2 or self.max_distance <= self.buckets):
             return "buckets", "must be even and below max_distance"
         return None
 

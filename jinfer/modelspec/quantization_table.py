@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, NotNegative
-from jinfer.modelspec.quant_format import parse_cache_dtype, parse_format
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table
+from jinfer.quant_format import parse_cache_dtype, parse_format
 
 AUTO, PLAIN = "auto", "plain"
 _OLD_METHODS = {"nearest": "rtn", "search": "mse", "feedback": "gptq"}  # accepted with a note

@@ -10,11 +10,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinfer.disk_cache import content_of
 from jinfer.modelspec.resolve_spec import CheckpointFacts, matches
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import Table, check_plain, merge, nested
 from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_regular_file
-from jinfer.startup.source_files import content_of
 
 MODELS = "models"  # name of the file that has several models
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000

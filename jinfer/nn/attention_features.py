@@ -93,15 +93,23 @@ class DisentangledBias(nnx.Module):
     """The relative position embeddings and the score biases computed from them."""
 
     def __init__(
-        self, block: position_blocks.DisentangledSpec, width: int, dtype: DTypeLike
+        self, block: position_blocks.DisentangledSpec, width: int, outputs: int, dtype: DTypeLike
     ) -> None:
+        """Args:
+        outputs: width of the queries of all heads.
+        """
         self.block = block
         self.weight = parameter((2 * block.buckets, width), ("positions", "hidden"), dtype)
-        self.norm = LayerNorm(blocks.LayerNormSpec(kind="layer", size=width, eps=block.eps), dtype)
+        if block.norm:
+            norm = blocks.LayerNormSpec(kind="layer", size=width, eps=block.eps)
+            self.norm = LayerNorm(norm, dtype)
+        if block.projections == "own":
+            self.q = Linear(width, outputs, True, dtype, ("heads", "hidden"))
+            self.k = Linear(width, outputs, False, dtype, ("heads", "hidden"))
 
     def vectors(self) -> Float[Array, "rows hidden"]:
-        """The normalized distance vectors."""
-        return self.norm(self.weight[...])
+        """The distance vectors, normalized unless there is no norm."""
+        return self.norm(self.weight[...]) if self.block.norm else self.weight[...]
 
     def bias(
         self,
@@ -145,6 +153,9 @@ def distance_buckets(block: position_blocks.DisentangledSpec) -> Int[np.ndarray,
     Distances up to half of the buckets have a row each, larger distances share logarithmic ranges.
     In float32, as the reference: a distance at the edge of a range is rounded.
     """
+    if block.exact:
+        distances = np.arange(-block.max_distance, block.max_distance + 1, dtype=np.int32)
+        return np.clip(distances + block.buckets, 0, 2 * block.buckets - 1)
     half = np.float32(block.buckets // 2)
     far = np.arange(1, block.max_distance + 1).astype(np.float32)
     width = np.log(np.float32((block.max_distance - 1) / half))

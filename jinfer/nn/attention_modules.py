@@ -69,7 +69,7 @@ class Attention(GatedHeads):
         if isinstance(block.position, position_blocks.RelativeBiasSpec):
             self.relative = RelativeBias(block.position, block.heads)
         if isinstance(block.position, position_blocks.DisentangledSpec):
-            self.distances = DisentangledBias(block.position, block.inputs, dtype)
+            self.distances = DisentangledBias(block.position, block.inputs, q_width, dtype)
         if block.out_norm is not None:
             self.out_norm = HeadNorm(block.out_norm, block.heads, block.value_width, "heads")
         if block.gate is not None:
@@ -223,7 +223,10 @@ class Attention(GatedHeads):
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> BiasFunction:
         """Returns the score bias from the projected distance vectors."""
         vectors = self.distances.vectors()[None]
-        at_q, at_k = self._products(vectors, "qk")
+        if self.distances.block.projections == "own":
+            at_q, at_k = self.distances.q(vectors), self.distances.k(vectors)
+        else:
+            at_q, at_k = self._products(vectors, "qk")
         to_q, to_k = split_heads(at_q, self.block.heads), split_heads(at_k, k.shape[2])
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 

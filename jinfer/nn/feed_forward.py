@@ -140,6 +140,8 @@ class Router(nnx.Module):
         """Returns the experts of each row and their weights."""
         bias = None if self.bias is None else self.bias[...]
         logits = linear(x.astype(jnp.float32), self.weight[...], bias)
+        if (cap := self.block.router_softcap) is not None:
+            logits = cap * activate("tanh", logits / cap)
         logits = tapped_rows("router", logits)
         correction = None if self.correction is None else self.correction[...]
         chosen, weights = route(logits, correction, self.block)

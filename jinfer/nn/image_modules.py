@@ -145,10 +145,10 @@ class GridPositions(nnx.Module):
         if block.resize == "linear":
             center = jnp.maximum(center, 0)
         first = jnp.floor(center)
-        reach = np.arange(2) if block.resize == "linear" else np.arange(-1, 3)
-        reach = reach[None, None]
-        rows = first.astype(jnp.int32)[..., None] + reach.astype(np.int32)
-        distance = (center - first)[..., None] - reach.astype(np.float32)
+        least, most = (0, 2) if block.resize == "linear" else (-1, 3)
+        reach = jnp.arange(least, most, dtype=jnp.int32)[None, None]
+        rows = first.astype(jnp.int32)[..., None] + reach
+        distance = (center - first)[..., None] - reach.astype(jnp.float32)
         weights = _kernel(distance, block.resize)
         return jnp.clip(rows, 0, side - 1), weights
 
@@ -157,7 +157,7 @@ def _antialiased_taps(at: Array, scale: Array, side: int, resize: str) -> tuple[
     """All rows of the table, weighted by a kernel as wide as a patch if that is more than a row."""
     wide = jnp.maximum(scale, 1)[..., None]
     center = rounded((at + 0.5) * scale)[..., None]
-    rows = np.arange(side, dtype=np.float32)[None, None]
+    rows = jnp.arange(side, dtype=jnp.float32)[None, None]
     support = wide * (1 if resize == "linear" else 2)
     first = jnp.maximum(jnp.floor(center - support + 0.5), 0)
     seen = (rows >= first) & (rows < jnp.floor(center + support + 0.5))

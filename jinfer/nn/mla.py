@@ -87,7 +87,9 @@ class LatentAttention(GatedHeads):
             in_latent = in_latent.astype(x.dtype)[None]
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
-        shared = tapped("latent", self.kv_a_norm(kv[..., : block.latent_rank]))[:, :, None]
+        latent = self.kv_a_norm(kv[..., : block.latent_rank])
+        latent = latent if block.latent_scale == 1 else latent * block.latent_scale
+        shared = tapped("latent", latent)[:, :, None]
         shared_key = self._rotated(kv[..., block.latent_rank :], batch)[:, :, None]
         observed("k", lambda: self._expanded(shared, k_b, to_key, shared_key))
         observed("v", lambda: self._expanded(shared, v_b, to_value))
@@ -133,7 +135,7 @@ class LatentAttention(GatedHeads):
 
     def _rules(self) -> ScoreRules:
         """YaRN's temperature is applied to the scores a second time, as in DeepSeek-V2's code."""
-        scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
+        scale = self.block.scale or 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
         scaling = None if self.block.position is None else self.block.position.scaling
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

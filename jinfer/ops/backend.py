@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 import jax
 
 from jinfer.cpu import build_library
-from jinfer.ops.disable_kernels import SwitchError
+from jinfer.ops.disable_kernels import KernelKind, SwitchError, kernels_enabled
 from jinfer.sandbox.process_limits import check_process_limits
-from jinfer.startup.thread_priority import at_usual_priority
+from jinfer.startup import at_usual_priority
+
+if TYPE_CHECKING:
+    from kernels_pallas import Backend
 
 # A target in addition to JAX's platforms: XLA's operations on any of them, all differentiable.
 DIFFERENTIABLE = "differentiable"
@@ -35,6 +39,27 @@ def needs_derivatives() -> bool:
 def has_cpu_calls() -> bool:
     """Whether code traced here can use the CPU's custom calls; compiles them the first time."""
     return backend() == "cpu" and build_library.available()
+
+
+def selected_backend() -> Backend:
+    """How GPU kernels are compiled: by Triton-style Pallas while JAX has it, else by XLA.
+
+    JAX has deprecated its Triton-style back end. Once it is gone, XLA computes what the kernels do.
+    """
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
+    from kernels_pallas.triton_ops import DEFAULT
+
+    return DEFAULT
+
+
+def has_triton_kernels(which: KernelKind) -> bool:
+    """Whether code traced here can use the Triton-style kernels of a kind."""
+    return backend() == "gpu" and kernels_enabled(which) and selected_backend() == "triton"
+
+
+def fuses_prologue() -> bool:
+    """Whether operations before a matmul are fused into its prologue kernel."""
+    return has_triton_kernels("products")
 
 
 def interpreted() -> bool:

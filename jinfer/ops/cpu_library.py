@@ -16,7 +16,7 @@ from jinfer.cpu import library_calls as cpu
 from jinfer.cpu.cores import usable_cores
 from jinfer.cpu.library_calls import Flag as Flag
 from jinfer.ops.backend import has_cpu_calls
-from jinfer.startup.thread_priority import at_usual_priority
+from jinfer.startup import at_usual_priority
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int

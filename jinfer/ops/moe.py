@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import moe_call as cpu
-from jinfer.cpu.moe_call import Sorted
+from jinfer.cpu import matmul_call as cpu
 from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls, needs_derivatives
@@ -101,7 +100,7 @@ def _sparsemixer(
     return jnp.stack(chosen, axis=1), jnp.stack(weights, axis=1)
 
 
-def adapters_of_pairs(rows: RowAdapters, order: Sorted, experts: int) -> RowAdapters:
+def adapters_of_pairs(rows: RowAdapters, order: cpu.Sorted, experts: int) -> RowAdapters:
     """Returns the adapters of sorted pairs: a slot for each expert of each adapter."""
     slots = rows.slots[order.row_of]
     own = (slots - 1) * experts + order.expert_of + 1
@@ -127,7 +126,7 @@ def add_expert_lora(
             factors [slots, experts, 2, rank].
         at: `adapters_of_pairs`.
     """
-    flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), stacks)
+    flat = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stacks)
     return add_lora([y], x, [flat], at)[0]
 
 
@@ -179,11 +178,15 @@ def mixture_of_experts(
         adapters: the rows' LoRA adapters, if any.
     """
     rows, top_k = chosen.shape
-    projections = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
+    projections = [
+        projection
+        for projection in (experts.gate, experts.up, experts.down)
+        if projection is not None
+    ]
     count = experts.up.weight.shape[0]
     order = _sort_by_expert(chosen, count)
     at = None if adapters is None else adapters_of_pairs(adapters, order, count)
-    if all(supports_grouped(each.weight) for each in projections):
+    if all(supports_grouped(projection.weight) for projection in projections):
         out = _grouped_feed_forward(x, order, experts, at)
         if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
@@ -358,7 +361,7 @@ def _blockwise(
 
 
 class _ExpertBlocks:
-    """Sorted pairs of row and expert, in blocks of at most `size` of one expert."""
+    """cpu.Sorted pairs of row and expert, in blocks of at most `size` of one expert."""
 
     def __init__(self, offsets: Int[Array, " experts_1"], size: int) -> None:
         self.size, self.begin, self.end = size, offsets[:-1], offsets[1:]

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.ops import gpu_backend
-from jinfer.ops.backend import has_cpu_calls, interpreted
+from jinfer.ops.backend import has_cpu_calls, has_triton_kernels, interpreted
 from jinfer.ops.matmul.matmul import linear
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def gaussian_sparsity(
 
 def has_mass_threshold() -> bool:
     """Whether code traced here can use `mass_threshold`: a GPU with the Triton-style back end."""
-    return gpu_backend.has_triton_kernels("sampling")
+    return has_triton_kernels("sampling")
 
 
 def mass_threshold(

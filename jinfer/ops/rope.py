@@ -12,8 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.ops import gpu_backend
-from jinfer.ops.backend import has_cpu_calls
+from jinfer.ops.backend import fuses_prologue, has_cpu_calls
 from jinfer.ops.reductions import rounded
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def rotate(
         adjacent: the numbers of a pair are neighbours (GPT-J style); otherwise they are `pairs`
             apart (GPT-NeoX style).
     """
-    if gpu_backend.fuses_prologue():
+    if fuses_prologue():
         return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
     if not has_cpu_calls():
         return rotate_reference(x, cos, sin, size=size, adjacent=adjacent)

@@ -1,7 +1,6 @@
 """Model parallelism: tensor and pipeline parallelism, offload to host memory, and their planning.
 
-A model is divided by layers into pipeline stages (`layer_plan`, `placement`, `pipeline`)
-and each stage's matrices among the devices of a tensor-parallel group (`sharding_rules`,
-`shard_params`, `device_groups`). Micro-batches keep all stages busy (`microbatches`). Weights
-(`weight_offload`) and KV cache blocks (`host_kv_cache`) may stay in host memory.
+`layer_plan` and `placement` divide a model by layers into pipeline stages; `sharding_rules` and
+`shard_params` divide each stage's matrices among the devices of a group. `pipeline` runs an
+engine's steps on the stages. `host_offload` keeps weights and KV cache blocks in host memory.
 """

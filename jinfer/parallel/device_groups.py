@@ -21,8 +21,8 @@ HOST_MEMORY = "pinned_host"  # JAX's memory kind for page-locked host memory, fo
 class DeviceGroup:
     """The devices that compute a stage together: a mesh of one axis, `TENSOR_AXIS`.
 
-    An array is either replicated or sharded. A sharded array is the concatenation of the devices'
-    shards along its first axis, so that inside `shard_map` each device sees its shard unchanged.
+    An array is either replicated or divided along one axis, into shards in the order of the
+    devices. Shards may end in padding, or repeat a shard of another device.
     """
 
     devices: tuple[jax.Device, ...]
@@ -43,19 +43,16 @@ class DeviceGroup:
         """The devices as a mesh of one axis."""
         return Mesh(np.array(self.devices), (TENSOR_AXIS,))
 
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        """The sharding of arrays with a partition spec."""
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, spec)
+
     @cached_property
     def replicated(self) -> Sharding:
         """The sharding of replicated arrays."""
-        if len(self.devices) == 1:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @cached_property
-    def sharded(self) -> Sharding:
-        """The sharding of arrays of which each device has its own shard."""
-        if len(self.devices) == 1:
-            return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec(TENSOR_AXIS))
+        return self.sharding(PartitionSpec())
 
     def replicate(self, array: Any) -> Array:
         """An array of the host or of another group, replicated on this group; asynchronous."""
@@ -72,14 +69,13 @@ class DeviceGroup:
             return copies[0]
         return jax.make_array_from_single_device_arrays(array.shape, self.replicated, copies)
 
-    def replicate_tree(self, tree: Any) -> Any:
-        """`replicate` for each array of a tree."""
-        return jax.tree.map(self.replicate, tree)
-
-    def join_shards(self, shards: Sequence[Any], memory: str | None = None) -> Array:
-        """A sharded array from this process's shards, which are in host memory.
+    def join_shards(
+        self, shards: Sequence[Any], axis: int | None, memory: str | None = None
+    ) -> Array:
+        """The array of this process's shards, which are in host memory.
 
         Args:
+            axis: along which it is divided; None: it is replicated.
             memory: JAX's memory kind to put it in; None: the devices' own memory.
         """
         arrays = [
@@ -88,56 +84,54 @@ class DeviceGroup:
         ]
         if len(self.devices) == 1:
             return arrays[0]
-        first, *rest = arrays[0].shape
-        shape = (len(self.devices) * first, *rest)
-        sharding = self.sharded if memory is None else self.sharded.with_memory_kind(memory)
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+        whole = self.abstract(arrays[0], axis)
+        sharding = whole.sharding if memory is None else whole.sharding.with_memory_kind(memory)
+        return jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays)
 
-    def abstract_shards(self, tree: Any) -> Any:
-        """The abstract sharded arrays whose shards on one device are the arrays of `tree`."""
+    def abstract(self, tree: Any, axis: int | None = None) -> Any:
+        """The abstract arrays whose shards on one device are the arrays of a tree.
+
+        Args:
+            axis: along which they are divided, or their last one if they have fewer; None: they are
+                replicated.
+        """
         count = len(self.devices)
 
-        def whole_array(shard: Any) -> jax.ShapeDtypeStruct:
+        def whole(shard: Any) -> jax.ShapeDtypeStruct:
+            shape, spec = list(shard.shape), PartitionSpec()
             # XLA returns arrays without elements as if they were replicated.
-            sharding = self.sharded if shard.size else self.replicated
-            shape = (count * shard.shape[0], *shard.shape[1:])
-            return jax.ShapeDtypeStruct(shape, shard.dtype, sharding=sharding)
+            if axis is not None and shard.size and count > 1:
+                at = min(axis, len(shape) - 1)
+                shape[at] *= count
+                spec = PartitionSpec(*[None] * at, TENSOR_AXIS)
+            return jax.ShapeDtypeStruct(shape, shard.dtype, sharding=self.sharding(spec))
 
-        return jax.tree.map(whole_array, tree)
-
-    def as_shards(self, tree: Any) -> Any:
-        """The abstract arrays of a tree, which a program of this group has returned as shards."""
-        return jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharded),
-            tree,
-        )
-
-    def abstract_replicated(self, tree: Any) -> Any:
-        """The abstract replicated arrays of a tree."""
-        return jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.replicated),
-            tree,
-        )
+        return jax.tree.map(whole, tree)
 
     def shard_map(
-        self, function: Callable[..., Any], parts: Sequence[bool], out: Any
+        self, function: Callable[..., Any], arguments: Sequence[Any], out: Any
     ) -> Callable[..., Any]:
         """`jax.shard_map` of a function over the group; on one device the function itself.
 
         Args:
-            parts: for each argument, whether it is sharded; else it is replicated.
-            out: the same for the results: a boolean, or a tuple of them.
+            arguments: abstract, with their shardings.
+            out: the partition specs of its results, see `partition_specs`.
         """
         if len(self.devices) == 1:
             return function
-        sharded, replicated = PartitionSpec(TENSOR_AXIS), PartitionSpec()
-        out_specs = jax.tree.map(lambda is_sharded: sharded if is_sharded else replicated, out)
-        in_specs = tuple(sharded if is_sharded else replicated for is_sharded in parts)
+        specs = tuple(partition_specs(argument) for argument in arguments)
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False
         )
 
 
-def first_replica(array: Array) -> Array:
-    """The first device's copy of a replicated array."""
-    return array if len(array.sharding.device_set) == 1 else array.addressable_data(0)
+def partition_specs(tree: Any) -> Any:
+    """The partition specs of abstract arrays."""
+    return jax.tree.map(lambda array: getattr(array.sharding, "spec", PartitionSpec()), tree)
+
+
+def first_replica(array: Any) -> Any:
+    """The first device's copy of a replicated array; an abstract array stays."""
+    if not isinstance(array, Array) or len(array.sharding.device_set) == 1:
+        return array
+    return array.addressable_data(0)

@@ -1,18 +1,78 @@
-"""Pipeline parallelism: divides a model's layers among stages, balanced by bytes.
+"""Partition plan: divides a model's layers among pipeline stages, balanced by bytes.
 
-The plan follows from `[partition]`, the number of devices, and the bytes of each layer.
+The plan follows from `[partition]`, the number of devices, and the bytes of each layer. Layers
+whose weights or KV cache are offloaded to the host become sub-stages of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
+from jinfer.modelspec.blocks import HeadSpec
+from jinfer.modelspec.layer_spec import StackSpec, some_layers
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU, PartitionSpec, device_groups
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.parallel.sharding_rules import ModelSlice
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.kv_cache import nbytes
+from jinfer.parallel.sharding_rules import ShardingError
 
 type StageDeviceNames = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class ModelSlice:
+    """The slice of a model that a pipeline stage has.
+
+    Attributes:
+        layers: the layers of each stack, by the stack's name.
+        first: whether it has what comes before the layers, such as the embedding.
+        last: whether it has what comes after them, such as the head.
+    """
+
+    layers: Mapping[str, range]
+    first: bool = True
+    last: bool = True
+
+
+def whole_model(spec: ModelSpec) -> ModelSlice:
+    """The slice that is the whole model."""
+    return ModelSlice({stack.name: range(len(stack.layers)) for stack in spec.stacks})
+
+
+def stage_spec(spec: ModelSpec, part: ModelSlice) -> ModelSpec:
+    """The specification of a pipeline stage, with its layers numbered from 0."""
+    stacks = tuple(_stage_stack(stack, part) for stack in spec.stacks)
+    named = {name for stack in stacks for name in _called_modules(stack, part)}
+    blocks = [block for name, block in spec.shared if name in named]
+    blocks += [block for stack in stacks for _, block in stack.modules]
+    if any(isinstance(block, HeadSpec) and block.tied for block in blocks):
+        named.add("embed")
+    shared = tuple((name, block) for name, block in spec.shared if name in named)
+    return replace(spec, shared=shared, stacks=stacks)
+
+
+def _stage_stack(stack: StackSpec, part: ModelSlice) -> StackSpec:
+    span = part.layers[stack.name]
+    try:
+        layers = some_layers(stack.layers, span)
+    except LookupError as error:
+        raise ShardingError(f"{error}; keep these in one stage") from None
+    onward = None if part.last else stack.values_before(span.stop)
+    stage_stack = replace(stack, layers=layers, onward=onward)
+    called = set(_called_modules(stage_stack, part))
+    modules = tuple(module for module in stack.modules if module[0] in called)
+    return replace(stage_stack, modules=modules)
+
+
+def _called_modules(stack: StackSpec, part: ModelSlice) -> Iterator[str]:
+    """Names of the modules that a stage calls."""
+    yield from stack.stem.calls if part.first else ()
+    yield from stack.head.calls if part.last else ()
+    for layer in stack.layers:
+        yield from layer.wiring.calls
 
 
 @dataclass(frozen=True)
@@ -34,12 +94,31 @@ class ModelBytes:
         """Bytes of the whole model."""
         return self.before + self.after + sum(sum(sizes) for sizes in self.layers.values())
 
-    def of(self, part: ModelSlice) -> int:
-        """Bytes of a slice of the model."""
-        layers = sum(
-            sum(self.layers[name][span.start : span.stop]) for name, span in part.layers.items()
-        )
-        return layers + part.first * self.before + part.last * self.after
+
+def model_bytes(spec: ModelSpec, model: AbstractModel) -> ModelBytes:
+    """The bytes of a model's layers, and of the modules before and after them.
+
+    Args:
+        model: the model, with its parameters as they will be stored.
+    """
+    layers = {stack.name: [0] * len(stack.layers) for stack in spec.stacks}
+    none, ends = {stack.name: range(0) for stack in spec.stacks}, [0, 0]
+    outside = [
+        [
+            *(f"{name}." for name, _ in stage.shared),
+            *(f"{stack.name}.{name}." for stack in stage.stacks for name, _ in stack.modules),
+        ]
+        for first in (True, False)
+        for stage in [stage_spec(spec, ModelSlice(none, first, not first))]
+    ]
+    for name, parameter in zip(model.names, model.parameters, strict=True):
+        stack, number, *_ = (*name.split("."), "")
+        if stack in layers and number.isdigit():
+            layers[stack][int(number)] += nbytes(parameter)
+            continue
+        for end, prefixes in enumerate(outside):
+            ends[end] += nbytes(parameter) * name.startswith(tuple(prefixes))
+    return ModelBytes(layers, *ends)
 
 
 @dataclass(frozen=True)
@@ -100,22 +179,11 @@ def make_partition_plan(
         for name, sizes in model_bytes.layers.items()
     }
     layers[main] = counts
-    last = len(groups) - 1
-    stages = tuple(
-        PlannedStage(
-            group,
-            ModelSlice(
-                {name: _layers_of_stage(n, i) for name, n in layers.items()}, i == 0, i == last
-            ),
-        )
-        for i, group in enumerate(groups)
-    )
-    return PartitionPlan(stages, spec.lanes or min(len(groups), slots))
-
-
-def _layers_of_stage(counts: Sequence[int], index: int) -> range:
-    begin = sum(counts[:index])
-    return range(begin, begin + counts[index])
+    stages = []
+    for i, group in enumerate(groups):
+        spans = {name: range(sum(n[:i]), sum(n[: i + 1])) for name, n in layers.items()}
+        stages.append(PlannedStage(group, ModelSlice(spans, i == 0, i == len(groups) - 1)))
+    return PartitionPlan(tuple(stages), spec.lanes or min(len(groups), slots))
 
 
 def _stage_device_names(
@@ -206,3 +274,60 @@ def balance_layers(
                     fuller[end] = key, [*counts, end - begin]
         best = fuller
     return best[count][1]
+
+
+@dataclass(frozen=True)
+class SubStage:
+    """Some consecutive layers of a pipeline stage.
+
+    Attributes:
+        slice: the slice of the model that it has.
+        streamed: whether its weights are offloaded to host memory.
+        hosted: whether some of its KV cache is offloaded.
+    """
+
+    slice: ModelSlice
+    streamed: bool = False
+    hosted: bool = False
+
+
+def spread_evenly(layers: Collection[int], count: int) -> frozenset[int]:
+    """`count` of the layers, spread evenly, so that each copy overlaps with layers that compute."""
+    total = len(layers)
+    return frozenset(
+        layer for i, layer in enumerate(layers) if (i + 1) * count // total > i * count // total
+    )
+
+
+def split_stage(
+    part: ModelSlice, main: str, streamed: Collection[int], hosted: Collection[int]
+) -> list[SubStage]:
+    """A stage's sub-stages, in their order.
+
+    Args:
+        main: the stack that is split; the layers of others stay with the first sub-stage.
+        streamed: layers of it whose weights are offloaded.
+        hosted: layers of it some of whose KV cache is offloaded.
+    """
+    span, alone = part.layers[main], {*streamed, *hosted}
+    runs = [
+        range(first, first + 1 + len(list(others)))
+        for _, others in groupby(span, lambda layer: layer if layer in alone else -1)
+        for first in [next(others)]
+    ]
+    others = any(len(rest) for name, rest in part.layers.items() if name != main)
+    if not runs or (runs[0].start in alone and (part.first or others)):
+        runs.insert(0, range(span.start, span.start))
+    if runs[-1].start in alone and len(runs[-1]) and part.last:
+        runs.append(range(span.stop, span.stop))
+    split = []
+    for index, run in enumerate(runs):
+        first, last = index == 0, index == len(runs) - 1
+        layers = {
+            name: run if name == main else span if first else range(span.stop, span.stop)
+            for name, span in part.layers.items()
+        }
+        run_slice = ModelSlice(layers, part.first and first, part.last and last)
+        is_offloaded = (len(run) == 1 and run.start in which for which in (streamed, hosted))
+        split.append(SubStage(run_slice, *is_offloaded))
+    return split

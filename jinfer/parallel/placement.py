@@ -20,31 +20,29 @@ from jinfer.modelspec.feed_forward_blocks import MoESpec
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.modelspec.quant_format import Kind
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
 from jinfer.ops.backend import target_platform
-from jinfer.parallel.cost_model import Hardware, Interconnect, ModelCost, best_layout
+from jinfer.parallel.cost_model import HARDWARE, HOST_HARDWARE, Hardware, ModelCost, best_layout
 from jinfer.parallel.device_groups import DeviceGroup
-from jinfer.parallel.layer_bytes import model_bytes
 from jinfer.parallel.layer_plan import (
     ModelBytes,
+    ModelSlice,
     PartitionPlan,
     PlannedStage,
     StageDeviceNames,
     make_partition_plan,
+    model_bytes,
+    split_stage,
+    spread_evenly,
+    whole_model,
 )
-from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.shard_sizes import ShardingError
-from jinfer.parallel.sharding_rules import ModelSlice, whole_model
-from jinfer.parallel.stage_model import StageModel, make_stage_model
-from jinfer.parallel.substages import split_stage, spread_evenly
+from jinfer.parallel.sharding_rules import ShardingError
+from jinfer.parallel.stage_model import PipelineStage, StageModel, make_stage_model
+from jinfer.quant_format import Kind
 
-# Assumed speeds, of the order of current hardware: devices do not report theirs.
-_GPU_HARDWARE = Hardware(0, 1.5e12, 2e14, Interconnect(1e11, 1e-5), Interconnect(1e11, 1e-5), 2e-4)
 _ANY_DEVICE_COUNT = 100_000
-HOST_HARDWARE = Hardware(0, 2e10, 2e11, Interconnect(1e10, 5e-5), Interconnect(1e10, 5e-5), 3e-4)
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,15 @@ def _can_shard(whole: ModelToPlace, tensor: int) -> bool:
 
 
 def hardware_of(devices: Sequence[jax.Device]) -> Hardware:
-    """The assumed hardware of these devices, with their real free memory."""
+    """The table's hardware of these devices (an unknown GPU's is the A100's), and free memory."""
     # Memory of other processes' devices is not known here; assume it is the same.
     local = [device for device in devices if device.process_index == jax.process_index()]
-    if local[0].platform == "cpu":
-        return replace(HOST_HARDWARE, memory=free_memory(local[0]) / len(local))
-    return replace(_GPU_HARDWARE, memory=min(map(free_memory, local)))
+    on_cpu, kind = local[0].platform == CPU, local[0].device_kind.lower().replace(" ", "")
+    free = min(map(free_memory, local))
+    if on_cpu:
+        return replace(HOST_HARDWARE, memory=free / len(local))
+    known = next((name for name in HARDWARE if name in kind), "a100")
+    return replace(HARDWARE[known], memory=free)
 
 
 def model_cost(whole: ModelToPlace) -> ModelCost:
@@ -154,7 +155,6 @@ def model_cost(whole: ModelToPlace) -> ModelCost:
         parameters=parameters,
         layers=max(map(len, whole.weights.layers.values())),
         hidden=spec.dims.get("hidden", 0) * jnp.dtype(whole.dtype).itemsize,
-        vocab=4.0 * model.vocab,
         cache=cache,
         kv_heads=min(
             (shape.heads for shape in caches.values() if isinstance(shape, CacheShape)), default=1
@@ -192,17 +192,13 @@ def host_device(plan: PartitionPlan, path: object) -> jax.Device:
     """The CPU device that is used as the host. Raises `SpecError` as `stage_devices`."""
     named = {name for stage in plan.stages for name in stage.devices} - {CPU}
     used = {jax.devices()[int(name)] for name in named}
-    # On a CPU-only machine with several virtual devices, prefer one that no stage has.
-    free = [device for device in _cpu_devices(path) if device not in used]
-    return free[0] if free else _cpu_devices(path)[0]
-
-
-def _cpu_devices(path: object) -> list[jax.Device]:
     try:
-        return jax.devices(CPU)
+        hosts = jax.devices(CPU)
     except RuntimeError:
         reason = "a stage on the host needs JAX to know the CPU, as JAX_PLATFORMS=cuda,cpu says"
         raise SpecError(path, "partition", reason) from None
+    # On a CPU-only machine with several virtual devices, prefer an unused device.
+    return next((device for device in hosts if device not in used), hosts[0])
 
 
 def stage_models(plan: PartitionPlan, whole: ModelToPlace) -> list[StageModel]:
@@ -234,13 +230,10 @@ def make_stages(plan: PartitionPlan, whole: ModelToPlace) -> tuple[PipelineStage
                 local = _stage_model(whole, planned, substage.slice)
             except ShardingError as error:  # between layers: that between devices is made before
                 raise SpecError(spec.path, "partition.streamed_layers", str(error)) from None
-            end = begin + len(jax.tree.leaves(local.model.parameters))
-            where = host if substage.hosted else None
-            leaves = slice(begin, end)
-            stages.append(
-                PipelineStage(local, DeviceGroup(devices), leaves, substage.streamed, where)
-            )
-            begin = end
+            leaves = slice(begin, begin + len(jax.tree.leaves(local.model.parameters)))
+            where = substage.streamed, host if substage.hosted else None
+            stages.append(PipelineStage(local, DeviceGroup(devices), leaves, *where))
+            begin = leaves.stop
     return tuple(stages)
 
 
@@ -275,42 +268,43 @@ def _caching_layers(spec: ModelSpec) -> frozenset[int]:
     )
 
 
-def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
-    """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
-    if spec.partition.host_kv_cache and (reason := host_cache_refusal(plan, spec)):
-        raise SpecError(spec.path, "partition.host_kv_cache", reason)
-
-
 def host_cache_refusal(plan: PartitionPlan, spec: ModelSpec) -> str:
     """Why KV cache offload (`host_kv_cache`) is not possible; "": it is."""
-    reason = ""
     layers = spec.decoder.layers if spec.decoder is not None else ()
     cached = [block.cached() for layer in layers for _, block in layer.modules]
-    if spec.decoder is None:
-        reason = "an encoder keeps no cache; leave it out"
-    elif not _caching_layers(spec):
-        reason = "no layer has keys and values, and states stay on their device; leave it out"
-    elif shared_keys(spec.decoder.layers):
-        reason = "layers that share keys need these on one device; leave it out"
-    elif any(isinstance(own, CachedKV) and own.index_width for own in cached):
-        reason = "an indexer chooses among all keys, which are on its device; leave it out"
-    elif all(CPU in stage.devices for stage in plan.stages):
-        reason = "all stages are on the host, and so is all of the cache; leave it out"
-    elif any(len(stage.devices) > 1 for stage in plan.stages):
-        reason = "a stage of several devices has its cache on them; take stages of one device"
-    elif spec.speculation.draft:
-        reason = "drafts are not verified with that; leave out it, or speculation.draft"
-    return reason
+    indexed = any(isinstance(own, CachedKV) and own.index_width for own in cached)
+    stages = [stage.devices for stage in plan.stages]
+    for refused, reason in (
+        (spec.decoder is None, "an encoder keeps no cache; leave it out"),
+        (
+            not _caching_layers(spec),
+            "no layer has keys and values, and states stay on their device; leave it out",
+        ),
+        (shared_keys(layers), "layers that share keys need these on one device; leave it out"),
+        (indexed, "an indexer chooses among all keys, which are on its device; leave it out"),
+        (
+            all(CPU in devices for devices in stages),
+            "all stages are on the host, and so is all of the cache; leave it out",
+        ),
+        (
+            any(len(devices) > 1 for devices in stages),
+            "a stage of several devices has its cache on them; take stages of one device",
+        ),
+        (
+            spec.speculation.draft,
+            "drafts are not verified with that; leave out it, or speculation.draft",
+        ),
+    ):
+        if refused:
+            return reason
+    return ""
 
 
 def free_memory_of(plan: PartitionPlan, spec: ModelSpec) -> Callable[[str], float]:
     """A function from a memory's name, a device of the plan or `HOST`, to its free bytes."""
-    devices = stage_devices(plan, spec.path)
-    by_name = {
-        name: device
-        for stage, group in zip(plan.stages, devices, strict=True)
-        for name, device in zip(stage.devices, group, strict=True)
-    }
+    names = [name for stage in plan.stages for name in stage.devices]
+    devices = [device for group in stage_devices(plan, spec.path) for device in group]
+    by_name = dict(zip(names, devices, strict=True))
     # CPU devices share the host's memory with each other and with what is offloaded to it.
     hosts = {device for device in by_name.values() if device.platform == CPU}
     free = {name: free_memory(device) for name, device in by_name.items() if device not in hosts}

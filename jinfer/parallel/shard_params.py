@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jinfer.loader.weights.storage_plan import columns_here
-from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, in_elements
+from jinfer.parallel.sharding_rules import AxisSharding, ShardingError
 from jinfer.quant.quantized_tensor import (
     SUPER,
     QuantizedTensor,
@@ -26,17 +26,6 @@ from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_out
 type ParameterSharding = Mapping[
     int, AxisSharding
 ]  # axis of a parameter -> how it is divided, in elements
-
-
-def parameter_sharding(
-    shape: Sequence[int], axes: Sequence[str], shardings: Mapping[str, AxisSharding]
-) -> dict[int, AxisSharding]:
-    """How a parameter's axes are divided, found by their logical names."""
-    return {
-        axis: in_elements(shardings[name], shape[axis])
-        for axis, name in enumerate(axes)
-        if name in shardings
-    }
 
 
 def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:

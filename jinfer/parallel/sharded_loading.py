@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from jinfer.loader.weights.read_parameter import RowSlice
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY
-from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.shard_params import packed_for_target, slice_shard
-from jinfer.parallel.stage_model import ParameterSource
+from jinfer.parallel.stage_model import ParameterSource, PipelineStage
 
 _TRIM_BYTES = 32 << 20  # freed bytes after which the allocator returns memory to the system
 
@@ -33,51 +32,40 @@ def load_stages(
     Host memory holds only the parameters that are being read, one per reader thread. Nothing is
     read for stages of other processes; abstract arrays stand for their parameters.
     """
-    wanted: dict[str, list[tuple[int, int]]] = {}
-    local_stages = [
-        (number, stage) for number, stage in enumerate(stages) if stage.device_group.local
-    ]
-    for number, stage in local_stages:
-        for index, source in enumerate(stage.model.sources):
-            wanted.setdefault(source.name, []).append((number, index))
-    loaded: dict[tuple[int, int], Any] = {}
+    leaves = [leaf for stage in stages for leaf in stage.abstract_leaves]
+    users: dict[str, list[tuple[PipelineStage, ParameterSource, slice]]] = {}
+    for stage, source, place in _parameters(stages):
+        users.setdefault(source.name, []).append((stage, source, place))
     freed = 0
 
     def put(names: Sequence[str], values: Any) -> None:
         nonlocal freed
-        shards: dict[Any, Any] = {}
+        done: dict[Any, list[Array]] = {}
         for name in names:
-            for number, index in wanted.get(name, ()):
-                source = stages[number].model.sources[index]
-                key = number, _sharding_key(source.shardings), source.first_only
-                if key not in shards:
-                    shards[key] = _put_on_devices(stages[number], source, values)
-                loaded[number, index] = shards[key]
-        jax.block_until_ready(shards)
+            for stage, source, place in users.get(name, ()):
+                # Tied parameters of a stage are one.
+                key = id(stage), tuple(sorted(source.shardings.items())), source.first_only
+                if key not in done:
+                    done[key] = jax.tree.leaves(_put_on_devices(stage, source, values))
+                leaves[place] = done[key]
+        jax.block_until_ready(list(done.values()))
         freed += nbytes(values.values if isinstance(values, RowSlice) else values)
         if freed > _TRIM_BYTES:  # threads may race on the count; the trim then comes a little later
             freed = 0
             trim()
 
     rows = {
-        name: local_rows([(stages[n], stages[n].model.sources[i]) for n, i in users])
-        for name, users in wanted.items()
+        name: local_rows([(stage, source) for stage, source, _ in used])
+        for name, used in users.items()
         if name in plan.plain.names
     }
     load(plan, put, rows, progress=progress)
-    for name in wanted.keys() - set(plan.plain.names):  # adapters, of which none is loaded yet
-        number, index = wanted[name][0]
-        dtype = stages[number].model.model.parameters[index].dtype
-        put([name], np.zeros(stages[number].model.sources[index].shape, dtype))
+    for name in users.keys() - set(plan.plain.names):  # adapters, of which none is loaded yet
+        _, source, place = users[name][0]
+        put([name], np.zeros(source.shape, leaves[place][0].dtype))
     gc.collect(0)  # releases the whole arrays that JAX still refers to
     trim()
-    absent = [stage.device_group.abstract_shards(stage.model.model.parameters) for stage in stages]
-    return tuple(
-        leaf
-        for number, stage in enumerate(stages)
-        for index in range(len(stage.model.sources))
-        for leaf in jax.tree.leaves(loaded.get((number, index), absent[number][index]))
-    )
+    return tuple(leaves)
 
 
 def replaced_leaves(
@@ -89,57 +77,61 @@ def replaced_leaves(
         leaves: as of `load_stages`.
         values: name of each parameter in the whole model -> its values.
     """
-    changed, at = list(leaves), 0
-    for stage in stages:
-        for source, parameter in zip(
-            stage.model.sources, stage.model.model.parameters, strict=True
-        ):
-            if source.name in values and stage.device_group.local:
-                changed[at] = _put_on_devices(stage, source, values[source.name])
-            at += len(jax.tree.leaves(parameter))
+    changed = list(leaves)
+    for stage, source, place in _parameters(stages):
+        if source.name in values:
+            changed[place] = [_put_on_devices(stage, source, values[source.name])]
     return tuple(changed)
 
 
-def _sharding_key(shares: Mapping[int, Any]) -> Any:
-    return tuple(sorted(shares.items()))
+def _parameters(
+    stages: Sequence[PipelineStage],
+) -> Iterator[tuple[PipelineStage, ParameterSource, slice]]:
+    """The parameters of this process's stages, and their leaves' places among all."""
+    for stage in stages:
+        begin, model = stage.leaves.start, stage.model
+        for source, parameter in zip(model.sources, model.model.parameters, strict=True):
+            end = begin + len(jax.tree.leaves(parameter))
+            if stage.device_group.local:
+                yield stage, source, slice(begin, end)
+            begin = end
 
 
-def local_rows(wanted: Sequence[tuple[PipelineStage, ParameterSource]]) -> range | None:
+def local_rows(users: Sequence[tuple[PipelineStage, ParameterSource]]) -> range | None:
     """The rows of a parameter that this process's devices need; None: all.
 
     Args:
-        wanted: each stage that has the parameter, and its entry there.
+        users: each stage that has the parameter, and its entry there.
     """
-    begin, end, total = [], [], 0
-    for stage, source in wanted:
+    begins, ends, total = list[int](), list[int](), 0
+    for stage, source in users:
         share = source.shardings.get(len(source.shape) - 2)
         if share is None or len(source.shape) < 2:
             return None
         total = share.total
-        for device in stage.device_group.local:
-            if share.counts[device]:
-                begin.append(share.starts[device])
-                end.append(share.starts[device] + share.counts[device])
-    if not begin or max(end) - min(begin) == total:
+        own = [device for device in stage.device_group.local if share.counts[device]]
+        begins += [share.starts[device] for device in own]
+        ends += [share.starts[device] + share.counts[device] for device in own]
+    if not begins or max(ends) - min(begins) == total:
         return None
-    return range(min(begin), max(end))
+    return range(min(begins), max(ends))
 
 
 def _put_on_devices(stage: PipelineStage, source: ParameterSource, values: Any) -> Any:
     """A stage's parameter, sharded over the stage's devices."""
-    device_group, shares = stage.device_group, source.shardings
+    group, shares = stage.device_group, source.shardings
     if isinstance(values, RowSlice):
         axis = len(source.shape) - 2
         share, begin = shares[axis], values.begin
         starts = tuple(start - begin for start in share.starts)
         shares, values = {**shares, axis: replace(share, starts=starts)}, values.values
-    with target_platform(device_group.platform):
+    with target_platform(group.platform):
         values = packed_for_target(values)
-    shards = [slice_shard(values, shares, device) for device in device_group.local]
+    shards = [slice_shard(values, shares, device) for device in group.local]
     if source.first_only:  # a term added to partial sums before an all-reduce
         shards = [
             shard if device == 0 else np.zeros_like(shard)
-            for device, shard in zip(device_group.local, shards, strict=True)
+            for device, shard in zip(group.local, shards, strict=True)
         ]
     memory = HOST_MEMORY if stage.streamed else None
-    return jax.tree.map(lambda *leaves: device_group.join_shards(leaves, memory), *shards)
+    return jax.tree.map(lambda *each: group.join_shards(each, source.axis, memory), *shards)

@@ -133,7 +133,7 @@ def _run(
     partials: Mapping[str, Sequence[PartialAttention]],
 ) -> tuple[HiddenState, Cache, list[AttentionInputs]]:
     """The layer's output, its caches by module, and the inputs of its next attention if any."""
-    module, at, inputs = stage.model.module(leaves), batch.step(), list[AttentionInputs]()
+    module, at, inputs = stage.module(leaves), batch.step(), list[AttentionInputs]()
     caches: dict[str, Any] = {
         name.rpartition(".")[2]: cache.get(name) or _CacheStandIn(name, partials, traced, inputs)
         for name in stage.model.caches

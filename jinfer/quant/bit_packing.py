@@ -110,7 +110,8 @@ def unpack(words: Any, bits: int, xp: ModuleType = np) -> Any:
         byte, low, width, at = np.array(pieces, np.uint32).T[..., None]
         which = byte[:, 0].astype(np.int32)
         shift, mask, up = (
-            xp.asarray(each.reshape(*lead, 8, -1)) for each in (low + strip, (1 << width) - 1, at)
+            xp.asarray(numbers.reshape(*lead, 8, -1))
+            for numbers in (low + strip, (1 << width) - 1, at)
         )
         piece = ((xp.take(words, which, axis=-1, mode="clip")[..., None] >> shift) & mask) << up
         codes = piece if codes is None else codes | piece

@@ -5,7 +5,7 @@ multiplied, `record` adds the activations' squares or products to sums in mutabl
 (`jax.Ref`): compiled programs stay as they are, nothing goes through the host, and equal layers
 still share one program. So a tool does
 
-    leaves = [record_inputs(leaf, "products") if name in wanted else leaf for name, leaf in ...]
+    leaves = [record_inputs(leaf, "products") if name in names else leaf for name, leaf in ...]
     run the forward pass over the text, without padding
     inputs = leaves[i].inputs()
     quantize(weight, format, method="gptq", hessian=inputs.mean)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.quant.bit_packing import pack
+from jinfer.quant_format import F16_AS_INT
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt, UInt8

@@ -30,7 +30,6 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.matmul_precision import matmul
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import (
     codes_of,
     dequantize,
@@ -41,6 +40,7 @@ from jinfer.quant.round_to_nearest import (
     to_fp16,
 )
 from jinfer.quant.scale_search import block_weights, dequantized, numbers
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -91,10 +91,10 @@ _EVEN = 64
 def equal_row_blocks(outputs: int) -> Iterator[slice]:
     """Yields blocks of equal size, for one compiled program: the last may overlap."""
     count = -(-outputs // _ROWS)
-    each = min(outputs, -(-outputs // count // _EVEN) * _EVEN)
-    for begin in range(0, outputs, each):
-        start = min(begin, outputs - each)
-        yield slice(start, start + each)
+    size = min(outputs, -(-outputs // count // _EVEN) * _EVEN)
+    for begin in range(0, outputs, size):
+        start = min(begin, outputs - size)
+        yield slice(start, start + size)
 
 
 def map_row_blocks(work: Callable[[slice], Sequence[np.ndarray]], outputs: int) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ def map_row_blocks(work: Callable[[slice], Sequence[np.ndarray]], outputs: int) 
         results = pool.map(work, parts)
         whole: list[np.ndarray] = []
         for rows, found in zip(parts, results, strict=True):
-            whole = whole or [np.empty((outputs, *each.shape[1:]), each.dtype) for each in found]
+            whole = whole or [np.empty((outputs, *part.shape[1:]), part.dtype) for part in found]
             for target, part in zip(whole, found, strict=True):
                 target[rows] = part
     return whole
@@ -132,7 +132,6 @@ def quantize_gptq(
     format: QuantFormat,
     *,
     exact: np.ndarray | None = None,
-    damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """Finds codes, scales and bases with a small error of the layer's output.
 
@@ -150,17 +149,19 @@ def quantize_gptq(
     """
     outputs, inputs = values.shape
     block = format.block
-    upper, places = factor_hessian(hessian, inputs, block, damping)
+    upper, places = factor_hessian(hessian, inputs, block)
     real, padded = places < inputs, len(places)
     # The smaller R_ii, the less its error costs, as other columns compensate.
     diagonal = np.diag(upper)
     weights = np.where(real, diagonal**2, 0)
-    weights = np.stack([block_weights(each, block)[0] for each in weights.reshape(-1, block)])
+    weights = np.stack(
+        [block_weights(diagonal_block, block)[0] for diagonal_block in weights.reshape(-1, block)]
+    )
     lower = (np.triu(upper, 1) / diagonal).T
     own = lower.reshape(-1, block, padded // block, block)
     settled = np.linalg.inv(own.diagonal(axis1=0, axis2=2).transpose(2, 0, 1) + np.eye(block))
     numbers_of = [lower.reshape(-1, block, padded), settled, weights]
-    given = [jnp.asarray(each, jnp.float32) for each in numbers_of]
+    given = [jnp.asarray(array, jnp.float32) for array in numbers_of]
 
     def quantize_rows(rows: slice) -> list[np.ndarray]:
         left = values[rows].T[np.where(real, places, 0)]
@@ -171,7 +172,7 @@ def quantize_gptq(
             )
         inside = real.reshape(-1, block)
         found = _sweep(left.reshape(-1, block, left.shape[1]), *given, inside, kept, format)
-        return [np.asarray(each).T for each in found]
+        return [np.asarray(part).T for part in found]
 
     moved, scale, base = map_row_blocks(quantize_rows, outputs)
     order = np.argsort(places)
@@ -215,7 +216,7 @@ def _sweep(
         within = lax.dynamic_slice_in_dim(coupled, n * block, block, 1).T  # [from, to]
         kept = jnp.zeros_like(whole, bool) if exact is None else exact[n]
         scale, base = numbers(_without(whole, kept), weights[n][:, None], format)
-        step, floor = (each.astype(jnp.float32)[None] for each in (scale, base))
+        step, floor = (number.astype(jnp.float32)[None] for number in (scale, base))
 
         def error(given: Array, now: Array, kept: Array) -> Array:
             return given - jnp.where(kept, now, dequantized(now, step, floor, format))
@@ -224,7 +225,7 @@ def _sweep(
             all_of = (given, here, kept)
             # Computed once, not once for each column it is added to.
             off = lax.optimization_barrier(
-                error(*(lax.dynamic_slice_in_dim(each, i, 1) for each in all_of))
+                error(*(lax.dynamic_slice_in_dim(part, i, 1) for part in all_of))
             )
             return here + within[i][:, None] * off
 
@@ -247,7 +248,7 @@ def _without(block: Array, kept: Array) -> Array:
     return jnp.where(kept, others[None], block)
 
 
-def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float) -> HessianFactor:
+def factor_hessian(hessian: np.ndarray, inputs: int, block: int) -> HessianFactor:
     """Returns the factor R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
@@ -267,12 +268,12 @@ def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float)
     at = np.flatnonzero(places < inputs)
     order = places[at]
     H = H[np.ix_(order, order)]
-    H[np.diag_indices(inputs)] += damping * mean
+    H[np.diag_indices(inputs)] += DAMPING * mean
     try:
         R = cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            "the inputs' products are not positive definite; raise the damping"
+            "the inputs' products are not positive definite; calibrate with more text"
         ) from error
     upper = np.eye(len(padded))
     upper[np.ix_(at, at)] = R
@@ -290,7 +291,6 @@ def descend(
     base: np.ndarray | None,
     format: QuantFormat,
     *,
-    damping: float,
     outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Improves codes, scales and bases by coordinate descent.
@@ -299,7 +299,6 @@ def descend(
         values: float32 [outputs, inputs].
         hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
         codes, scale, base: uint8 [outputs, blocks, block], float16 [outputs, blocks] twice.
-        damping: as for `quantize_gptq`.
         outliers: float32 [outputs, inputs], the outliers that are stored exactly, NaN elsewhere.
 
     Returns:
@@ -307,28 +306,28 @@ def descend(
     """
     (outputs, inputs), block = values.shape, format.block
     missing = -inputs % block
-    H = np.pad(damped_hessian(hessian, damping), (0, missing))
+    H = np.pad(damped_hessian(hessian), (0, missing))
     H[range(inputs, len(H)), range(inputs, len(H))] = 1
     products = jnp.asarray(H.reshape(-1, block, len(H)))
 
     def descend_rows(rows: slice) -> list[np.ndarray]:
-        low, exact = (None if each is None else each[rows] for each in (base, outliers))
+        low, exact = (None if part is None else part[rows] for part in (base, outliers))
         error, free = _start(values[rows], codes[rows], scale[rows], low, format, exact)
-        lanes = [_by_block(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
+        lanes = [_by_block(np.pad(part, ((0, 0), (0, missing))), block) for part in (error, free)]
         q = _by_block(levels_of(codes[rows], format).reshape(len(error), -1), block)
         numbers = (scale[rows].T, None if low is None else low.T)
         found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
-        return [np.asarray(each).T for each in found if each is not None]
+        return [np.asarray(part).T for part in found if part is not None]
 
     q, *found = map_row_blocks(descend_rows, outputs)
     whole = codes_of(q[:, :inputs], format).astype(np.uint8)
     return split_into_blocks(whole, block), found[0], None if base is None else found[1]
 
 
-def damped_hessian(hessian: np.ndarray, damping: float) -> np.ndarray:
+def damped_hessian(hessian: np.ndarray) -> np.ndarray:
     """Damps the Hessian of the loss, float32."""
     H = hessian / np.diag(hessian).mean()
-    H[np.diag_indices(len(H))] += damping
+    H[np.diag_indices(len(H))] += DAMPING
     return H.astype(np.float32)
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import PIECES, unpack_four
 from jinfer.quant.round_to_nearest import to_fp16
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,7 +114,7 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
     # XLA's reductions on CPUs lose it, in arrays that are large enough to be computed in vectors.
     broken = jnp.isnan(blocks).any(axis=-1)
-    low, high = (jnp.where(broken, jnp.nan, each) for each in (low, high))
+    low, high = (jnp.where(broken, jnp.nan, extreme_value) for extreme_value in (low, high))
     if format.symmetric:
         extreme = jnp.where(high >= -low, high, low)
         scale = to_fp16(extreme / -format.zero, jnp)

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.f16_as_int import quantize_f16
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from jinfer.quant.round_to_nearest import (
@@ -17,6 +16,7 @@ from jinfer.quant.round_to_nearest import (
     split_into_blocks,
 )
 from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, to_sparse
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 
 _MOST = 8  # outliers per block
 _CHUNK = 1 << 20  # weights at a time
@@ -40,11 +40,11 @@ def find_outliers(
     if importance is not None:
         filled = split_into_blocks(importance.astype(np.float32), block)
         weights = filled.mean(axis=1) / max(float(filled.mean()), 1e-30)
-    each = max(1, _CHUNK // inputs)
+    height = max(1, _CHUNK // inputs)
     slopes = np.concatenate(
         [
-            _slopes(split_into_blocks(values[begin : begin + each], block), format)
-            for begin in range(0, len(values), each)
+            _slopes(split_into_blocks(values[begin : begin + height], block), format)
+            for begin in range(0, len(values), height)
         ]
     )
     slopes *= weights[None, :, None]
@@ -82,8 +82,8 @@ def _slopes(blocks: np.ndarray, format: QuantFormat) -> np.ndarray:
         left = magnitudes[..., : max_outliers + 1] * np.float32(2)
     else:
         ordered = np.sort(blocks, axis=-1)
-        each = [_ranges(ordered, k).min(axis=-1) for k in range(max_outliers + 1)]
-        left = np.stack(each, axis=-1)
+        widths = [_ranges(ordered, k).min(axis=-1) for k in range(max_outliers + 1)]
+        left = np.stack(widths, axis=-1)
     gain = left[..., :1] ** 2 - left**2
     slopes = np.empty((*gain.shape[:-1], max_outliers), np.float32)
     for k in range(1, max_outliers + 1):
@@ -191,7 +191,7 @@ def quantize_with_outliers(
         missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
         target = matrix if part.moved is None else part.moved
         sparse.append(to_sparse(target - missing, kept, count))
-    outliers = jax.tree.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
+    outliers = jax.tree.map(lambda *arrays: np.stack(arrays).reshape(*stack, count), *sparse)
     return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
 
 
@@ -229,13 +229,13 @@ def _choose(
 
             return _QuantizedMatrix(*search_scales(values, format, importance))
         case "gptq":
-            from jinfer.quant.gptq import DAMPING, descend, quantize_gptq
+            from jinfer.quant.gptq import descend, quantize_gptq
 
             assert hessian is not None
             codes, scale, base, moved = quantize_gptq(values, hessian, format, exact=exact)
             kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))
             start = (values, hessian, codes, scale, base, format)
-            better = descend(*start, damping=DAMPING, outliers=kept)
+            better = descend(*start, outliers=kept)
             return _QuantizedMatrix(*better, moved)
 
 

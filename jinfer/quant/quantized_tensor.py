@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import pack, unpack
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -171,11 +171,11 @@ def from_codes(
     *stack, outputs, inputs = codes.shape
     tensor = empty_tensor(codes.shape, format, columns)
     g, p = tensor.columns, format.per_code
-    each = max(1, CHUNK // (tensor.rows * tensor.padded_inputs)) * tensor.rows
+    height = max(1, CHUNK // (tensor.rows * tensor.padded_inputs)) * tensor.rows
     padding = format.zero if format.code_bits == 16 else 0
     for index in np.ndindex(*stack):
-        for begin in range(0, outputs, each):
-            rows = slice(begin, min(begin + each, outputs))
+        for begin in range(0, outputs, height):
+            rows = slice(begin, min(begin + height, outputs))
             part = np.full((rows.stop - begin, tensor.padded_inputs), padding, codes.dtype)
             part[:, :inputs] = codes[(*index, rows)]
             if p == 2:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 
 
 def largest_level(format: QuantFormat) -> int:

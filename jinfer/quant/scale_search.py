@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import (
     codes_of,
     largest_level,
@@ -26,6 +25,7 @@ from jinfer.quant.round_to_nearest import (
     split_into_blocks,
     to_fp16,
 )
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -85,8 +85,8 @@ def search_scales(
 def block_weights(importance: np.ndarray, block: int) -> np.ndarray:
     """Returns each weight's importance, about 1 on average, 0 for padding: [blocks, block]."""
     inputs = len(importance)
-    each = importance.astype(np.float32)
-    weights = np.pad(each, (0, -inputs % block)).reshape(-1, block)
+    filled = importance.astype(np.float32)
+    weights = np.pad(filled, (0, -inputs % block)).reshape(-1, block)
     mean = weights.mean(axis=1, keepdims=True)
     weights = np.where(mean > 0, weights / np.where(mean > 0, mean, 1), 1)
     weights = np.maximum(weights, np.float32(_LEAST))
@@ -191,8 +191,8 @@ class _Affine(_BlockSearch):
         # Centered numbers lose less precision in sums of products.
         self.around = x - self.middle[None]
         self.total = self.sum(self.around)
-        each = [steps / (format.levels - 1) for steps in _AFFINE]
-        self.ranges = tuple(product(each, each))
+        widths = [steps / (format.levels - 1) for steps in _AFFINE]
+        self.ranges = tuple(product(widths, widths))
 
     def nearest(self) -> tuple[_PerBlock, _PerBlock]:
         return self.width / (self.format.levels - 1), self.low
@@ -225,8 +225,8 @@ class _Symmetric(_BlockSearch):
         tried = _SYMMETRIC if format.codebook is None else _TABLE
         ranges = [1 + steps / format.zero for steps in tried]
         if format.levels % 2 == 0:  # an odd number of levels is the same from both sides
-            ranges += [-each for each in ranges]
-        self.ranges = tuple((each,) for each in ranges)
+            ranges += [-span for span in ranges]
+        self.ranges = tuple((span,) for span in ranges)
 
     def nearest(self) -> tuple[_PerBlock, _PerBlock]:
         return self.extreme / largest_level(self.format), jnp.zeros_like(self.extreme)

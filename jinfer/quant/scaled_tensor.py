@@ -114,6 +114,6 @@ def to_e4m3(values: Float[np.ndarray, "*stack outputs inputs"], like: ScaledTens
     starts = np.arange(0, values.shape[-1], like.block)
     largest = np.maximum.reduceat(np.abs(values), starts, axis=-1)
     scales = np.where(largest > 0, largest / max_e4m3, 1).astype(np.float32)
-    each = np.repeat(scales, like.block, axis=-1)[..., : values.shape[-1]]
-    numbers = np.clip(values / each, -max_e4m3, max_e4m3).astype(E4M3)
+    factors = np.repeat(scales, like.block, axis=-1)[..., : values.shape[-1]]
+    numbers = np.clip(values / factors, -max_e4m3, max_e4m3).astype(E4M3)
     return scaled_tensor(numbers, scales)

@@ -3,7 +3,8 @@
 A function takes the logits of some rows, float32 [rows, vocab]; the tokens of each row's sequence,
 int32 [rows, length], the prompt first, and -1 where the sequence has ended; and how many tokens
 each has, int32 [rows]. It returns the new logits. It is traced once for each batch size, so it must
-be pure: equal arguments give equal results, and a row's result depends only on that row.
+be pure: equal arguments give equal results, and a row's result depends only on that row. Functions
+are extras of a step, like log-probabilities that few requests need: other programs lack them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import Array
 
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.sampling.request_errors import RequestError
+from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -144,3 +146,35 @@ def process(
         new = jnp.where(wrong, jnp.nan, new)
         logits = jnp.where(((requested >> processor.index) & 1)[:, None] > 0, new, logits)
     return logits
+
+
+type Extra = LogitsProcessor | Literal["logprob_token_ids", "post_sampling_probs"]
+
+
+def extras_of(params: SamplingParams, processors: Sequence[LogitsProcessor]) -> tuple[Extra, ...]:
+    """Returns the extras of a request."""
+    named: list[Extra] = []
+    if params.logprobs is not None and params.logprob_token_ids:
+        named.append("logprob_token_ids")
+    if params.logprobs is not None and params.post_sampling_probs:
+        named.append("post_sampling_probs")
+    return (*named, *processors)
+
+
+def union(rows: Iterable[Sequence[Extra]]) -> tuple[Extra, ...]:
+    """Returns the distinct extras of some requests, in a fixed order."""
+    return tuple(sorted({extra for row in rows for extra in row}, key=_place))
+
+
+def processors_of(extras: Iterable[object]) -> list[LogitsProcessor]:
+    """Selects the logits processors."""
+    return [extra for extra in extras if isinstance(extra, LogitsProcessor)]
+
+
+def has_function(extras: Iterable[Extra]) -> bool:
+    """Whether the extras include a user's function."""
+    return bool(processors_of(extras))
+
+
+def _place(extra: Extra) -> tuple[int, str]:
+    return (extra.index, "") if isinstance(extra, LogitsProcessor) else (-1, extra)

@@ -92,9 +92,9 @@ def param(
 def parameters(table: Any) -> dict[str, Parameter]:
     """The rows of a dataclass whose fields `param` made, by name."""
     rows = {}
-    for name, (each, hint) in fields(table).items():
-        row = {**each.metadata, "fields": each.metadata["fields"] or (name,)}
-        rows[name] = Parameter(name, hint, each.default, **row)
+    for name, (row_field, hint) in fields(table).items():
+        row = {**row_field.metadata, "fields": row_field.metadata["fields"] or (name,)}
+        rows[name] = Parameter(name, hint, row_field.default, **row)
     return rows
 
 

@@ -11,7 +11,7 @@ class ConstraintError(ValueError):
     """One line: which of json_schema, regex, choice and grammar, where in it, and what is wrong."""
 
 
-def short(text: str, most: int = 80) -> str:
+def short(text: str, max_length: int = 80) -> str:
     """A text as one line of at most `most` characters, for an error."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"

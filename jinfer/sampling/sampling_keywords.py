@@ -11,8 +11,8 @@ from typing import Any, Literal, TypedDict
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_field import ALIASES
 from jinfer.sampling.param_types import Processor
+from jinfer.sampling.samplers import Strategy
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams, canonical_names
-from jinfer.sampling.strategies import Strategy
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -161,7 +161,7 @@ def merged(
 def over_defaults(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """A request's values over defaults; a default `min_tokens` gives way to its `max_tokens`."""
     values = {**defaults, **request}
-    least, most = values.get("min_tokens"), request.get("max_tokens")
-    if "min_tokens" not in request and isinstance(least, int) and isinstance(most, int):
-        values["min_tokens"] = min(least, max(0, most))
+    least, max_tokens = values.get("min_tokens"), request.get("max_tokens")
+    if "min_tokens" not in request and isinstance(least, int) and isinstance(max_tokens, int):
+        values["min_tokens"] = min(least, max(0, max_tokens))
     return values

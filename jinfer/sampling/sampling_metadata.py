@@ -134,13 +134,10 @@ def metadata_row(
     return SamplingMetadata(*parts)
 
 
-def sampler_state_row(params: SamplingParams, drawn: int = 0) -> SamplerState:
-    """Returns a request's sampler state at its beginning, or after some tokens, in NumPy arrays.
-
-    Mirostat restarts after them: the tokens alone do not determine its surprise.
-    """
+def sampler_state_row(params: SamplingParams) -> SamplerState:
+    """Returns a request's sampler state at its beginning, in NumPy arrays."""
     mu = np.array([2 * params.mirostat_tau], np.float32)
-    parts: tuple[Any, ...] = (np.array([drawn], np.int32), mu)
+    parts: tuple[Any, ...] = (np.zeros(1, np.int32), mu)
     return SamplerState(*parts)
 
 
@@ -155,8 +152,8 @@ def empty_sampler_state(rows: int) -> SamplerState:
 
 
 def _repeated(row: Any, rows: int) -> Any:
-    each = (np.repeat(part, rows, axis=0) for part in row)
-    return type(row)(*(jax.device_put(part, may_alias=False) for part in each))
+    parts = (np.repeat(part, rows, axis=0) for part in row)
+    return type(row)(*(jax.device_put(part, may_alias=False) for part in parts))
 
 
 def mask_words(vocab: int) -> int:

@@ -22,8 +22,7 @@ from jinfer.sampling import param_types as types
 from jinfer.sampling.param_field import ALIASES, by_name, param, parameters
 from jinfer.sampling.param_types import MAX_BIASED
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.samplers import FILTERS
-from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
+from jinfer.sampling.samplers import DEFAULTS, DETERMINISTIC, FILTERS, STRATEGIES, Strategy
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3
@@ -237,8 +236,12 @@ class SamplingParams:
             banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == float("-inf"))}
             some = bool({*self.allowed_token_ids} - banned)
             yield "allowed_token_ids", some, "ids of which not all are banned"
-        most = self.max_tokens
-        yield "min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"
+        max_tokens = self.max_tokens
+        yield (
+            "min_tokens",
+            max_tokens is None or self.min_tokens <= max_tokens,
+            f"at most max_tokens ({max_tokens})",
+        )
         yield "best_of", self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"
         samples = self.strategy not in (*DETERMINISTIC, "random_fsd")
         yield "mirostat", not self.mirostat or samples, f'0 with the strategy "{self.strategy}"'
@@ -299,8 +302,8 @@ def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:
         if canonical == "strategy" and isinstance(value, Mapping):
             inner = canonical_names({key: v for key, v in value.items() if key != "name"})
             given = {"strategy": value.get("name", ""), **inner}
-        for key, one in given.items():
+        for key, item in given.items():
             if key in named:
                 raise RequestError(f"{name}: {key} is given twice; leave one out")
-            named[key] = one
+            named[key] = item
     return named

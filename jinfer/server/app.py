@@ -22,7 +22,7 @@ from jinfer.distributed.current_group import current_group
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.server.core.endpoint import Endpoint, EndpointApp
 from jinfer.server.core.service import Service
-from jinfer.server.http import ignored_fields
+from jinfer.server.http import request_body
 from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
 from jinfer.server.http.http_responses import dumps
 from jinfer.server.http.metrics import Metrics
@@ -30,7 +30,7 @@ from jinfer.server.http.middleware import RequestMiddleware
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.model_manager import ModelManager
 from jinfer.server.models.model_registry import ModelRegistry
-from jinfer.server.openai.batch_runner import BatchRunner
+from jinfer.server.openai.batches import BatchRunner
 from jinfer.server.page.static_files import PAGE_TAG
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.stores.batch_store import BatchStore
@@ -137,7 +137,7 @@ def build_app(
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", ignored_fields.HEADER],
+            expose_headers=["x-request-id", request_body.HEADER],
         )
     return gated
 

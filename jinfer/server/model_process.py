@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from jinfer.startup.imports import importing
-from jinfer.startup.thread_priority import lower_priority
+from jinfer.startup import importing, lower_priority
 
 _SWITCH_INTERVAL = 0.001  # as in the server
 _POLL = 0.01  # seconds between two checks whether the model is loaded
@@ -35,7 +34,7 @@ def main() -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL)
     if not job["socket"]:
         lower_priority()
-    # With a low priority, for the streams of other models: see `jinfer.startup.thread_priority`.
+    # With a low priority, for the streams of other models: see `jinfer.startup`.
     with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         thread.submit(_import).result()
     from jinfer.server.http import request_log

@@ -19,10 +19,9 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.draft_sources import draft_source
+from jinfer.speculate.draft_sources import KEY, draft_source
 from jinfer.speculate.drafter import DraftContext, Drafter
 from jinfer.speculate.eagle_drafter import with_taps
-from jinfer.speculate.open_draft_model import KEY
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from jinfer.speculate.token_tree import TokenTree
 from jinfer.speculate.tree_batch import batch_sizes

@@ -67,8 +67,8 @@ class DraftLength:
     def values(self, tree: TokenTree) -> list[float]:
         """Probability that each node is accepted; a parent's is never below its children's."""
         values: list[float] = []
-        each = zip(tree.parents, tree.sources, tree.depths(), tree.ranks(), strict=True)
-        for parent, source, depth, rank in each:
+        nodes = zip(tree.parents, tree.sources, tree.depths(), tree.ranks(), strict=True)
+        for parent, source, depth, rank in nodes:
             above = 1.0 if parent == ROOT else values[parent]
             values.append(above * self.acceptance_rate(source, depth, rank))
         return values

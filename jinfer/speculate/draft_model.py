@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,9 +18,11 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE, Cache
+from jinfer.ops.backend import target_platform
+from jinfer.parallel.shard_params import packed_for_target
+from jinfer.quant_format import Kind
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
@@ -267,3 +269,14 @@ def _common(before: Sequence[int], known: Sequence[int], limit: int) -> int:
     if list(before[:least]) == list(known[:least]):
         return least
     return next(i for i in range(least) if before[i] != known[i])
+
+
+def put_on(device: jax.Device) -> Callable[[Sequence[str], Any], Any]:
+    """A function of a parameter's names and NumPy arrays, which puts it on a device."""
+
+    def put(names: Sequence[str], values: Any) -> Any:
+        with target_platform(device.platform):
+            values = packed_for_target(values)
+        return jax.block_until_ready(jax.device_put(values, device))
+
+    return put

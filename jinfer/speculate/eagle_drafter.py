@@ -28,8 +28,7 @@ from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.other_device import put_on
+from jinfer.speculate.draft_model import DraftModel, put_on
 
 
 @dataclass(eq=False, kw_only=True)

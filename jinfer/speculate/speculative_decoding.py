@@ -174,7 +174,7 @@ class SpeculativeDecoder:
         sizes: Sequence[int],
     ) -> list[TokenTree] | None:
         """The union of all drafters' trees; None if no drafter is worth its time."""
-        each = []
+        items = []
         for drafter in self.drafters:
             levels = _DEEPEST
             if drafter.seconds_per_level:
@@ -187,11 +187,11 @@ class SpeculativeDecoder:
                     self._backoff.probing,
                 )
             if levels:
-                each.append(drafter.draft([(s, min(levels, s.remaining - 1)) for s in wanting]))
-        if not each:
+                items.append(drafter.draft([(s, min(levels, s.remaining - 1)) for s in wanting]))
+        if not items:
             return None
         never = frozenset(self.engine.runner.model.never)
-        trees = [merge_trees(proposed).without(never) for proposed in zip(*each, strict=True)]
+        trees = [merge_trees(proposed).without(never) for proposed in zip(*items, strict=True)]
         return trees if self._branched() else [first_path(tree) for tree in trees]
 
     def _sizes(self, decoding: Sequence[RunningSequence]) -> list[int]:
@@ -376,7 +376,7 @@ class SpeculativeDecoder:
 
     def announce(self) -> list[Future[Program]]:
         futures = self.engine.runner.programs.announce(self._step_keys())
-        return [*futures, *(future for one in self.drafters for future in one.announce())]
+        return [*futures, *(future for drafter in self.drafters for future in drafter.announce())]
 
     def _step_keys(self) -> Iterator[StepKey]:
         for stages in sampler_sets():

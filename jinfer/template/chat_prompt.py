@@ -196,8 +196,8 @@ class Conversation:
                 )
         if not self.reads("developer"):
             messages = [
-                {**each, "role": "system"} if each["role"] == "developer" else each
-                for each in messages
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
             ]
         system = self.prompt.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
@@ -277,8 +277,8 @@ def _hidden(value: Any, hide: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
-        return {key: _hidden(each, hide) for key, each in value.items()}
+        return {key: _hidden(item, hide) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        hidden = [_hidden(each, hide) for each in value]
+        hidden = [_hidden(item, hide) for item in value]
         return hidden if isinstance(value, list) else tuple(hidden)
     return value

@@ -12,8 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.sandbox.download_check import read_downloaded
-from jinfer.sandbox.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_downloaded
 from jinfer.sandbox.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.template.template_errors import MAX_CHARACTERS, TemplateError
 
@@ -110,9 +109,9 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Iterable):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     raise TemplateError(
         f"chat template: it runs in a process of its own, which cannot be given a "
         f"{type(value).__name__}"

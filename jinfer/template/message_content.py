@@ -143,14 +143,14 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
     place = misses = 0
     for number, message in enumerate(messages):
         words = [] if message.get("role") == _ANSWERS else _texts(message.get("content"))
-        for each in words:
-            searched = len(each.strip()) >= _SHORT and misses < _MISSES
-            at = text.find(each, place) if searched else -1
+        for word in words:
+            searched = len(word.strip()) >= _SHORT and misses < _MISSES
+            at = text.find(word, place) if searched else -1
             if at < 0:
                 probes[number] = f"{_WORDS}{number}x"
                 misses += searched
             else:
-                place = at + len(each)
+                place = at + len(word)
     if not probes:
         return []
     others = [

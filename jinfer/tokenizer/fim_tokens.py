@@ -83,11 +83,11 @@ def find_fim_tokens(
             if not row[2]:
                 known.pop("fim_mid", None)
     else:
-        for *parts, each in NAMES:
+        for *parts, usual_order in NAMES:
             present = [name for name in parts if name]
             found = [id for id in map(id_of, present) if id is not None]
             if len(found) == len(present):
-                order = each
+                order = usual_order
                 known.update(zip(_PARTS, found, strict=False))
                 break
         else:

@@ -15,7 +15,6 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jinfer.tokenizer.language_tokens import languages
 from jinfer.tokenizer.piece_bytes import from_decoder, plain
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.tokenizer_base import (
@@ -31,6 +30,7 @@ from jinfer.tokenizer.tokenizer_config import (
     AddedToken,
     TokenizerConfig,
     find_named,
+    languages,
     read_file,
     read_lines,
     read_vocabulary,

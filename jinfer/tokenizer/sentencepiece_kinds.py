@@ -14,12 +14,16 @@ from pathlib import Path
 import sentencepiece
 
 from jinfer.sandbox.safe_files import path_exists
-from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
-from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
-from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from jinfer.tokenizer.sentencepiece_tokenizer import (
+    SentencePieceTokenizer,
+    load,
+    without_dummy_prefix,
+)
 from jinfer.tokenizer.tokenizer_base import Tokenizer, TokenizerError
 from jinfer.tokenizer.tokenizer_config import (
+    M2M100_LANGUAGES,
     TokenizerConfig,
+    languages,
     read_file,
     read_vocabulary,
     special_ids,

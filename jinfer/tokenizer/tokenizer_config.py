@@ -1,15 +1,15 @@
-"""Tokenizer configuration: a checkpoint's JSON files with special tokens and flags."""
+"""Tokenizer configuration: JSON files with special tokens, languages and flags."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jinfer.sandbox.download_check import read_downloaded
-from jinfer.sandbox.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_downloaded
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # upper bound of token ids
@@ -298,3 +298,27 @@ def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Itera
                 f"{where}: eos_token_id must be an id or a list of ids, not {format_value(id)}"
             )
         yield id
+
+
+_M2M100 = re.compile(r"__([a-z]{2,3})__")
+_M2M100_CODES = (
+    "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu "
+    "ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr "
+    "ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk "
+    "ur uz vi wo xh yi yo zh zu"
+)
+# In the order of their ids, for a folder that does not list them.
+M2M100_LANGUAGES = [f"__{code}__" for code in _M2M100_CODES.split()]
+
+_LOCALE = re.compile(r"[a-z]{2,3}_([A-Z]{2}|[A-Z][a-z]{3})")
+
+
+def languages(config: TokenizerConfig, find: Callable[[str], int | None]) -> dict[str, int]:
+    """Language name -> id: the special tokens that look like languages and have an id."""
+    result: dict[str, int] = {}
+    for token in [added.content for added in config.added] + M2M100_LANGUAGES:
+        short = _M2M100.fullmatch(token)
+        id = find(token)
+        if id is not None and (short or _LOCALE.fullmatch(token)):
+            result[short[1] if short else token] = id
+    return result

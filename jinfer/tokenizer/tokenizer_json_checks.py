@@ -92,8 +92,8 @@ def misfit(data: bytes) -> str:
         steps["model"] = [whole["model"]]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return ""
-    for section, each in steps.items():
-        for step in each:
+    for section, known in steps.items():
+        for step in known:
             try:
                 tokenizers.Tokenizer.from_str(json.dumps({**_EMPTY, section: step}))
             except Exception as error:
@@ -132,8 +132,8 @@ def _leaves(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     if step is None:
         return
     if step.get("type") == "Sequence":
-        for each in step[inner]:
-            yield from _leaves(each, inner)
+        for inner_step in step[inner]:
+            yield from _leaves(inner_step, inner)
     else:
         yield step
 

@@ -8,14 +8,14 @@ arrays.
 from jinfer.views.activation_outliers import outliers
 from jinfer.views.alternatives_tree import alternatives
 from jinfer.views.attention_maps import attention_patterns
+from jinfer.views.cell_grid import grid
 from jinfer.views.draft_trees import speculation
+from jinfer.views.logit_attribution import attribution
 from jinfer.views.logit_lens import logit_lens
 from jinfer.views.memory_use import memory
-from jinfer.views.residual_parts import attribution
 from jinfer.views.router_load import router_loads
 from jinfer.views.strategy_table import strategies
 from jinfer.views.token_likelihoods import tokens
-from jinfer.views.value_grid import grid
 from jinfer.views.view import View
 from jinfer.views.weight_errors import quantization_error
 

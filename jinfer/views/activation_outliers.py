@@ -68,7 +68,7 @@ def outliers(llm: LLM, prompt: Prompt) -> View:
 
 
 def largest(values: Float[np.ndarray, "tokens width"]) -> Outlier:
-    """The value that stands out most from its own vector."""
+    """The value with the largest ratio to the root mean square of its vector."""
     size = np.abs(values)
     ratios = size.max(axis=1) / np.maximum(np.sqrt((values.astype(np.float64) ** 2).mean(1)), 1e-30)
     token = int(np.argmax(ratios))
@@ -88,7 +88,7 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
         _, layer, place = name.split(".", 2)
         rows.setdefault(layer, {})[place] = outlier
     columns = list(dict.fromkeys(place for row in rows.values() for place in row))
-    most = max((outlier.ratio for outlier in places.values()), default=0) or 1.0
+    max_ratio = max((outlier.ratio for outlier in places.values()), default=0) or 1.0
 
     def cell(name: str, outlier: Outlier | None) -> Cell | None:
         if outlier is None:
@@ -96,7 +96,7 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
         token = f"{outlier.token} {visible(tokens[outlier.token], _NAME)}"
         place = f"{name}: {outlier.value:.4g} at {token}, dimension {outlier.dimension}"
         title = f"{place}; {outlier.ratio:.1f} × rms"
-        return Cell(f"{outlier.ratio:.1f}", title, outlier.ratio / most)
+        return Cell(f"{outlier.ratio:.1f}", title, outlier.ratio / max_ratio)
 
     listed = [
         (layer, [cell(f"{stack}.{layer}.{place}", row.get(place)) for place in columns])
@@ -112,12 +112,12 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
 
 
 def _table(places: Mapping[str, Outlier], tokens: Sequence[str]) -> Table:
-    each = list(places.values())
+    outliers = list(places.values())
     return {
         "name": list(places),
-        "value": [outlier.value for outlier in each],
-        "ratio": [outlier.ratio for outlier in each],
-        "position": [outlier.token for outlier in each],
-        "token": [tokens[outlier.token] for outlier in each],
-        "dimension": [outlier.dimension for outlier in each],
+        "value": [outlier.value for outlier in outliers],
+        "ratio": [outlier.ratio for outlier in outliers],
+        "position": [outlier.token for outlier in outliers],
+        "token": [tokens[outlier.token] for outlier in outliers],
+        "dimension": [outlier.dimension for outlier in outliers],
     }

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jinfer.engine.output.completion import TokenLogprob
-from jinfer.html.token_spans import probability, token_spans
+from jinfer.html.completions_html import probability, token_spans
 from jinfer.html.token_text import clipped, flowing, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import named, text_height, token_names

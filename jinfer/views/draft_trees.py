@@ -31,7 +31,7 @@ def speculation(llm: LLM, prompt: Prompt, *, max_tokens: int = 48) -> View:
     check_llm(llm)
     if llm.session.engine.speculator is None:
         raise RequestError(
-            "nobody drafts for this model; open it with a draft source: speculation.draft=ngram"
+            "this model has no draft source; open it with one: speculation.draft=ngram"
         )
     (answer,) = llm.generate([llm.encode(prompt)], max_tokens=max_tokens)
     if answer.speculation is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.html.png_image import data_uri, matrix_png
+from jinfer.html.html_page import data_uri, matrix_png
 from jinfer.html.token_text import visible
 from jinfer.views.view import Drawn
 
@@ -72,8 +72,8 @@ def heat_maps(
         rows, columns: names, as texts of tokens.
         unit: what a value is, such as "attention".
     """
-    scale = max((float(np.max(one.values, initial=0)) for one in matrices), default=0) or 1.0
-    pictures = [data_uri(matrix_png(one.values / scale)) for one in matrices]
+    scale = max((float(np.max(matrix.values, initial=0)) for matrix in matrices), default=0) or 1.0
+    pictures = [data_uri(matrix_png(matrix.values / scale)) for matrix in matrices]
     group = "m" + hashlib.sha256("".join(pictures).encode()).hexdigest()[:10]
     across, down = (min(_LARGEST, max(1, _SIDE // len(names))) for names in (columns, rows))
     wide, high = across * len(columns), down * len(rows)

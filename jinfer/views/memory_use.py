@@ -68,8 +68,8 @@ def memory(llm: LLM) -> View:
         codes = getattr(parameter, "rounded", parameter)
         quantized = isinstance(codes, QuantizedTensor)
         formats[name] = described(codes.format) if quantized else str(codes.dtype)
-    each = block_bytes(model.caches, sizes.kv_cache)
-    cache = {group: each[group] * count for group, count in sizes.blocks.items()}
+    block_sizes = block_bytes(model.caches, sizes.kv_cache)
+    cache = {group: block_sizes[group] * count for group, count in sizes.blocks.items()}
     stats = llm.stats()
     tokens = max(sizes.blocks.values(), default=0) * BLOCK
     held = stats.blocks_held / stats.blocks if stats.blocks else 0.0
@@ -129,11 +129,11 @@ def _bar(title: str, parts: Mapping[str, int], whole: int, stored: Mapping[str, 
 
 def _grid(layers: Mapping[str, Mapping[str, int]]) -> Drawn:
     columns = list(dict.fromkeys(name for row in layers.values() for name in row))
-    most = max((size for row in layers.values() for size in row.values()), default=1)
+    largest = max((size for row in layers.values() for size in row.values()), default=1)
     listed: list[tuple[str, Sequence[Cell | None]]] = []
     for layer, row in layers.items():
         cells = [
-            Cell(bytes_text(row[n]), f"layer {layer}, {n}: {row[n]:,} bytes", row[n] / most)
+            Cell(bytes_text(row[n]), f"layer {layer}, {n}: {row[n]:,} bytes", row[n] / largest)
             if n in row else None
             for n in columns
         ]  # fmt: skip

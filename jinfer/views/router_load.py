@@ -69,7 +69,7 @@ def router_loads(llm: LLM, prompt: Prompt) -> View:
 def draw_loads(loads: ExpertLoads) -> View:
     """The view of loads: a row for each layer, with how even it is."""
     experts = loads.counts.shape[1]
-    most = max(1, int(loads.counts.max(initial=0)))
+    largest = max(1, int(loads.counts.max(initial=0)))
     shares = loads.counts / max(1, loads.tokens)
     summary = [
         Cell(f"{row.max() / max(row.mean(), 1e-9):.1f}", f"layer {name}: the busiest expert has "
@@ -88,7 +88,7 @@ def draw_loads(loads: ExpertLoads) -> View:
         if few:
             cells += [
                 Cell(f"{share:.0%}", f"layer {name}, expert {expert}: {count} of {loads.tokens} "
-                     f"tokens", int(count) / most)
+                     f"tokens", int(count) / largest)
                 for expert, (share, count) in enumerate(
                     zip(shares[at], loads.counts[at], strict=True)
                 )

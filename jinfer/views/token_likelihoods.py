@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from jinfer.engine.output.completion import TokenLogprob
-from jinfer.html.token_spans import probability, token_spans
+from jinfer.html.completions_html import probability, token_spans
 from jinfer.html.token_text import byte_text, columns_of, flowing
 from jinfer.views.view import Drawn, Table, View, beneath
 

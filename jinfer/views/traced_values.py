@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,12 +92,4 @@ def check_top(top: int) -> None:
 def names_like(llm: LLM, pattern: str) -> list[str]:
     """Names of values that there are, for a regular expression that matches the whole name."""
     every = re.compile(pattern)
-    return [one.name for one in llm.names() if every.fullmatch(one.name)]
-
-
-def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
-    """Names "decoder.3.ffn" by their layer."""
-    found: dict[int, list[str]] = {}
-    for name in names:
-        found.setdefault(int(name.split(".")[1]), []).append(name)
-    return found
+    return [value.name for value in llm.names() if every.fullmatch(value.name)]

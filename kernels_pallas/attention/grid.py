@@ -9,7 +9,6 @@ its own program. So results are batch-invariant to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ class KernelLaunch(NamedTuple):
 
     Attributes:
         tile: of each program.
-        most: max tokens of a piece.
+        max_tokens: of a piece.
         pieces: max number of pieces.
         tiles: tiles of a piece, in parallel.
         parts: programs that share the splits of a piece; with one, no splits are written to memory.
@@ -56,7 +55,7 @@ class KernelLaunch(NamedTuple):
     """
 
     tile: Tile
-    most: int
+    max_tokens: int
     pieces: int
     tiles: int
     parts: int
@@ -115,27 +114,22 @@ def plan_launches(
     keys: PackedKV,
     values: PackedKV | None,
     least: int,
-    form: Callable[..., Tile] = tile,
 ) -> list[KernelLaunch]:
-    """Returns the kernel calls: one for short runs, and one for long runs if they fit the batch.
-
-    Args:
-        form: gives the tiles of a kind of kernel.
-    """
-    few, many = (form(keys, values, many=each) for each in (False, True))
-    small, large = (max(1, each.rows // shape.group) for each in (few, many))
+    """Returns the kernel calls: one for short runs, and one for long runs if they fit the batch."""
+    few, many = (tile(keys, values, many=many) for many in (False, True))
+    small, large = (max(1, form.rows // shape.group) for form in (few, many))
     # A run is cut where the split size changes; at least this many tokens apart.
     cut = min(shape.tokens, 2 * shape.rows + shape.tokens // (SPLITS * _LEAST_SPAN // 2))
     count = max_splits(shape, least)
     width = (keys if values is None else values).padded
 
-    def launch(tile: Tile, most: int, pieces: int, tokens: int) -> KernelLaunch:
-        tiles = -(-most * shape.group // tile.rows)
+    def launch(tile: Tile, max_tokens: int, pieces: int, tokens: int) -> KernelLaunch:
+        tiles = -(-max_tokens * shape.group // tile.rows)
         programs = pieces * tiles * shape.kv_heads
         parts = 1 if programs >= _PROGRAMS else min(count, -(-_PROGRAMS // programs))
         if 4 * tokens * count * shape.kv_heads * shape.group * width > _PARTIAL_BYTES:
             parts = 1
-        return KernelLaunch(tile, most, pieces, tiles, parts, tokens)
+        return KernelLaunch(tile, max_tokens, pieces, tiles, parts, tokens)
 
     if shape.tokens <= _FEW_TOKENS or large == small:
         only = few if shape.tokens <= _FEW_TOKENS else many
@@ -186,6 +180,6 @@ def first_tokens(
     runs: QueryRuns, chosen: Bool[Array, " tokens"], launch: KernelLaunch
 ) -> Int[Array, " pieces"]:
     """Returns the first token of each piece of the chosen runs; past the end for unused pieces."""
-    begins = runs.real & chosen & (runs.place % launch.most == 0)
+    begins = runs.real & chosen & (runs.place % launch.max_tokens == 0)
     count = runs.place.shape[0]
     return jnp.nonzero(begins, size=launch.pieces, fill_value=count)[0].astype(jnp.int32)

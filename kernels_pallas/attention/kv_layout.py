@@ -234,7 +234,7 @@ def _dequantized(
             slices, _dequantize_fraction(f, blocks, kept.levels, asm), strict=True
         ):
             into.append(numbers)
-    return _joined([each for half in slices for each in half], columns)
+    return _joined([part for half in slices for part in half], columns)
 
 
 def _dequantize_fraction(
@@ -247,8 +247,8 @@ def _dequantize_fraction(
     """
     scale, base = blocks[0]
     if levels == 11:  # a first code of 0 reads as 16
-        one, minus = (jnp.full(f.shape, value, jnp.float16) for value in (1, -16))
-        known = [unpack.ScaleAndBase(one, minus), unpack.ScaleAndBase(*blocks[1])]
+        ones, minus = (jnp.full(f.shape, value, jnp.float16) for value in (1, -16))
+        known = [unpack.ScaleAndBase(ones, minus), unpack.ScaleAndBase(*blocks[1])]
         first, second = unpack.weights(f, known, levels, asm=asm)
         return [unpack.fma(first, scale, base, asm=asm), second]
     if levels < 32:

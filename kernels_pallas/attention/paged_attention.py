@@ -5,16 +5,12 @@ Block tables name each sequence's blocks; only those a query sees are read.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from kernels_pallas.attention import grid as pieces
-from kernels_pallas.attention import mosaic, tiles
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
 from kernels_pallas.attention.triton import (
     KernelOperands,
@@ -27,7 +23,49 @@ from kernels_pallas.matmul.round_fp16 import round_rows
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
+
+
+class QueryBatch(NamedTuple):
+    """Positions of the tokens of a flat batch, and the keys they see.
+
+    Tokens of one sequence are adjacent: a run. Along a run the number of keys between low and last
+    only rises or only falls.
+
+    Attributes:
+        rows: each token's row of `tables`; -1: padding.
+        positions: of each token in its sequence.
+        low, last: the first and last key a token may see: the begin of a sliding window (it may be
+            negative), and the own position if attention is causal.
+        tables: block tables: entry j is the block of keys from TOKENS * j. Unused entries may be
+            anything.
+    """
+
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    low: Int[Array, " tokens"]
+    last: Int[Array, " tokens"]
+    tables: Int[Array, "rows blocks"]
+
+
+class ScoreModifiers(NamedTuple):
+    """Score modifiers; a distance is the query's minus the key's position.
+
+    Attributes:
+        scale: multiplies q @ k.
+        softcap: scores then become softcap * tanh(score / softcap).
+        by_distance: column distance - lowest of this is then added; distances beyond its ends use
+            the nearest column.
+        slopes: slope * distance is then subtracted (ALiBi).
+        sinks: scores that take part in the softmax and have no value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    by_distance: Float[Array, "heads distances"] | None = None
+    lowest: int = 0
+    slopes: Float[Array, " heads"] | None = None
+    sinks: Float[Array, " heads"] | None = None
 
 
 def attend(
@@ -49,24 +87,16 @@ def attend(
     Args:
         values: None: the keys are the values too (MLA).
         backend: "xla" gathers and dequantizes everything in the block tables; so does "triton" for
-            widths that tensor cores do not take (`PackedKV.tiled`), and "mosaic" except for plain
-            16-bit keys and values (`mosaic.kernel_supports`) without `by_distance`.
+            widths that tensor cores do not take (`PackedKV.tiled`).
     """
     queries = _checked(queries, keys)
-    if not kernel_supports(keys, values, backend, by_distance=scores.by_distance is not None):
+    if not kernel_supports(keys, values, backend):
         return _attend_xla(q, keys, values, queries, scores)
-    if backend == "triton":
-        return _triton(q, keys, values, queries, scores, interpret)[0]
-    found = _mosaic(q, keys, values, queries, scores, interpret)
-    return _normalized(found, scores.sinks).astype(q.dtype)
+    return _triton(q, keys, values, queries, scores, interpret)[0]
 
 
-def kernel_supports(
-    keys: PackedKV, values: PackedKV | None, backend: Backend, *, by_distance: bool
-) -> bool:
-    """Whether a back end's kernel supports these keys and values (and `by_distance`)."""
-    if backend == "mosaic":
-        return not by_distance and mosaic.mosaic_supports(keys, values)
+def kernel_supports(keys: PackedKV, values: PackedKV | None, backend: Backend) -> bool:
+    """Whether a back end's kernel supports these keys and values."""
     return backend == "triton" and keys.tiled and (values is None or values.tiled)
 
 
@@ -77,7 +107,6 @@ def attend_partial(
     queries: QueryBatch,
     scores: ScoreModifiers,
     *,
-    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Computes attention over the blocks in this pool by a kernel; table entries may be -1.
@@ -85,43 +114,14 @@ def attend_partial(
     Args:
         keys, values: of a supported width.
         scores: without sinks.
-        backend: "triton" or "mosaic".
 
     Returns:
         Float32: weighted sums of values [tokens, heads, value_dim], not normalized; per query
             [tokens, heads] the maximum score, -inf if it saw no key, and the sum of weights.
     """
     queries = _checked(queries, keys)
-    if backend == "mosaic":
-        found = _mosaic(q, keys, values, queries, scores, interpret)
-        out, highest, total = found._replace(highest=found.highest * np.float32(math.log(2)))
-    else:
-        out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
+    out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
     return out, jnp.where(total == 0, -jnp.inf, highest), total
-
-
-def _mosaic(
-    q: Array,
-    keys: PackedKV,
-    values: PackedKV | None,
-    queries: QueryBatch,
-    scores: ScoreModifiers,
-    interpret: bool,
-) -> tiles.TokenSoftmax:
-    factors, q = _factored(q, keys.tile_type)
-    operands = (q, factors, keys, values, queries, scores)
-    return tiles.softmax(*operands, interpret=interpret)
-
-
-def _normalized(found: tiles.TokenSoftmax, sinks: Array | None) -> Array:
-    """Normalizes values; sinks take part in the sum; zeros if no key was seen."""
-    outs, highest, total = found
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
-        maximum = jnp.maximum(highest, sinks)
-        outs = outs * jnp.exp2(highest - maximum)[..., None]
-        total = total * jnp.exp2(highest - maximum) + jnp.exp2(sinks - maximum)
-    return outs / jnp.where(total == 0, 1, total)[..., None]
 
 
 def _checked(queries: QueryBatch, keys: PackedKV) -> QueryBatch:
@@ -160,7 +160,7 @@ def _triton(
     factors, numbers = _factored(numbers, keys.tile_type)
     changes = ScoreOperands(factors, _f32(scores.slopes), _f32(scores.by_distance))
     launches = pieces.plan_launches(shape, keys, values, least)
-    short = runs.length <= launches[0].most
+    short = runs.length <= launches[0].max_tokens
     outs: list[Any] = []
     for index, launch in enumerate(launches):
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
@@ -198,7 +198,7 @@ def _triton(
         if not outs and launch.parts > 1:  # the merge kernel has written zeros for the others
             outs = list(these)
             continue
-        before = outs or [jnp.zeros((), one.dtype) for one in these]
+        before = outs or [jnp.zeros((), part.dtype) for part in these]
         outs = [
             jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(these, before, strict=True)

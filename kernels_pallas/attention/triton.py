@@ -134,7 +134,7 @@ def attend_pieces(
         out = _merge_splits(
             operands.tokens, operands.sinks, out, static, result, interpret=interpret
         )
-    return tuple(jnp.reshape(one, (count, static.heads, *one.shape[1:])) for one in out)
+    return tuple(jnp.reshape(part, (count, static.heads, *part.shape[1:])) for part in out)
 
 
 def _merge_splits(
@@ -171,7 +171,7 @@ def _pieces_kernel(operands: KernelOperands, *outs: Any, static: TritonConfig) -
     # Rows of the tile: heads of a token, then of the next token of the run.
     row = piece % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
     token = jnp.minimum(first + row // group, count - 1)
-    inside = (row < launch.most * group) & (first + row // group < count)
+    inside = (row < launch.max_tokens * group) & (first + row // group < count)
     inside &= _at(operands.tokens.rows, token, inside, -1) == sequence
     inside &= _at(operands.tokens.power, token, inside, 0) == power
     low, last = (
@@ -191,9 +191,11 @@ def _pieces_kernel(operands: KernelOperands, *outs: Any, static: TritonConfig) -
 
     # The splits of this part, in steps aligned to their size.
     before, within = lowest >> power, (1 << power) - 1
-    each = (jnp.maximum(((end - 1) >> power) + 1 - before, 0) + launch.parts - 1) // launch.parts
-    begin = jnp.maximum((before + part * each) << power, lowest // size * size)
-    stop = jnp.minimum((before + (part + 1) * each) << power, end)
+    per_part = (
+        jnp.maximum(((end - 1) >> power) + 1 - before, 0) + launch.parts - 1
+    ) // launch.parts
+    begin = jnp.maximum((before + part * per_part) << power, lowest // size * size)
+    stop = jnp.minimum((before + (part + 1) * per_part) << power, end)
     place = _at(operands.tokens.place, token, inside, 0)
 
     def keep(sums: SoftmaxSums, start: Array) -> None:
@@ -285,7 +287,7 @@ def _merge_kernel(
 
     def step(i: Array, sums: SoftmaxSums) -> SoftmaxSums:
         # All loads are issued before the first sum. A missing split changes no bit.
-        some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
+        some = [of_split(i * _AT_ONCE + offset) for offset in range(_AT_ONCE)]
         return functools.reduce(_merged, some, sums)
 
     nothing = _summed(_empty_softmax(rows, static))

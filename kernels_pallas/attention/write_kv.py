@@ -170,7 +170,7 @@ def _kernel(
                 return
             ref = pools[index - 1]
             block, offset, known = _place(rows_ref, positions_ref, tables_ref, ref, token)
-            whole = [jnp.broadcast_to(each, inner.shape) for each in (block, head, offset)]
+            whole = [jnp.broadcast_to(index, inner.shape) for index in (block, head, offset)]
             new = _kept(y.astype(part.dtype), ref.dtype)
             store(ref, (*whole, inner), new, inside & known, interpret)
 

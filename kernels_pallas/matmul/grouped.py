@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul import mosaic
+from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import choose_tiling
-from kernels_pallas.matmul.quantized import backend_product, kernel_supports, sum_partials
+from kernels_pallas.matmul.quantized import kernel_supports, sum_partials
 from kernels_pallas.matmul.round_fp16 import round_rows
 from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from kernels_pallas.triton_ops import DEFAULT, Backend, first_program_id, plt
@@ -80,12 +80,10 @@ def grouped_quantized_matmul(
         smallest=outputs,
         bits=max(matrix.bits for matrix in matrices),
     )
-    if backend == "mosaic":
-        tiling = mosaic.fit_tiling(tiling, -(-rows // count), matrices)
-    if backend == "xla" or not all(kernel_supports(backend, each) for each in matrices):
+    if backend == "xla" or not all(map(kernel_supports, matrices)):
         return sum_partials([y[None] for y in _grouped_xla(x, offsets, matrices, first)], gated)
     x16, factors = round_rows(x)
-    parts = backend_product(backend)(
+    parts = triton.product(
         arrange_inputs(x16, matrices[0]),
         factors,
         expert_tiles(offsets, rows, tiling.rows).at[0].add(first),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul import mosaic, triton
+from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import LARGEST, SMALLEST, Tiling, choose_tiling, row_tiles
 from kernels_pallas.matmul.prologue import (
     PreparedRows,
@@ -120,7 +120,7 @@ def matmul(
         index: the matrix of the (flattened) stacks; required if there are several. It is read
             inside the kernel, so that a matrix of a stack is never copied.
         gated: two matrices, gate and up; the one result is silu(x @ gate.T) * (x @ up.T).
-        backend: "triton", "mosaic", or "xla": plain XLA, which dequantizes the weights to memory.
+        backend: "triton", or "xla": plain XLA, which dequantizes the weights to memory.
         interpret: runs the kernel without a GPU, slowly.
 
     Raises:
@@ -133,20 +133,20 @@ def matmul(
             )
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
-    if backend == "xla" or (backend == "mosaic" and x.shape[0] > mosaic.MOST_ROWS):
+    if backend == "xla":
         return _epilogue(matmul_xla(x, matrices, index), gated)
 
     def product(chosen: Sequence[PackedMatrix]) -> tuple[Array, ...]:
-        if not all(kernel_supports(backend, matrix) for matrix in chosen):
+        if not all(map(kernel_supports, chosen)):
             return matmul_xla(x, chosen, index)
-        return _kernel(x, chosen, index, backend, interpret)
+        return _kernel(x, chosen, index, interpret)
 
     return _epilogue(_by_group(matrices, product), gated)
 
 
-def kernel_supports(backend: Backend, matrix: PackedMatrix) -> bool:
-    """Whether a back end's kernel supports the matrix; otherwise it is dequantized."""
-    return mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
+def kernel_supports(matrix: PackedMatrix) -> bool:
+    """Whether the kernel supports the matrix; otherwise it is dequantized."""
+    return matrix.outputs >= SMALLEST
 
 
 def _by_group(
@@ -165,21 +165,17 @@ def _by_group(
 
 
 def _kernel(
-    x: Array,
-    matrices: Sequence[PackedMatrix],
-    index: Array | None,
-    backend: Backend,
-    interpret: bool,
+    x: Array, matrices: Sequence[PackedMatrix], index: Array | None, interpret: bool
 ) -> tuple[Array, ...]:
     """Computes the results for the matrices of one group."""
     rows = x.shape[0]
-    if backend == "triton" and fits(matrices[0].inputs):
+    if fits(matrices[0].inputs):
         operands = [PrologueOperand(x, "full")]
         prepared, _ = prepare_rows(operands, identity, rows, matrices[0], interpret=interpret)
     else:
         x16, factors = round_rows(x)
         prepared = PreparedRows(arrange_inputs(x16, matrices[0]), factors)
-    return sum_partials(_matmul_partials(prepared, matrices, index, backend, interpret), False)
+    return sum_partials(_matmul_partials(prepared, matrices, index, interpret), False)
 
 
 def supports_partials(matrices: Sequence[PackedMatrix]) -> bool:
@@ -201,9 +197,7 @@ def matmul_partials(
     Args:
         matrices: for which x was prepared, and which `supports_partials` accepts.
     """
-    return _by_group(
-        matrices, lambda chosen: _matmul_partials(x, chosen, index, "triton", interpret)
-    )
+    return _by_group(matrices, lambda chosen: _matmul_partials(x, chosen, index, interpret))
 
 
 def _tiling(rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
@@ -214,22 +208,15 @@ def _tiling(rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
 
 
 def _matmul_partials(
-    x: PreparedRows,
-    matrices: Sequence[PackedMatrix],
-    index: Array | None,
-    backend: Backend,
-    interpret: bool,
+    x: PreparedRows, matrices: Sequence[PackedMatrix], index: Array | None, interpret: bool
 ) -> tuple[Array, ...]:
     """Computes partial sums for the matrices of one group."""
     rows = x.x.shape[0]
-    if backend == "triton" and rows > KERNEL_ROWS:
+    if rows > KERNEL_ROWS:
         return _dequantized_matmul(x, matrices, index, interpret)
     tiling = _tiling(rows, matrices)
-    if backend == "mosaic":
-        tiling = mosaic.fit_tiling(tiling, rows, matrices)
     which = None if index is None else row_tiles(rows, tiling.rows, index)
-    product = backend_product(backend)
-    return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))
+    return triton.product(x.x, x.factors, which, matrices, tiling, interpret=interpret)
 
 
 def _dequantized_matmul(
@@ -271,8 +258,3 @@ def sum_partials(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
 
 def _epilogue(results: Sequence[Array], gated: bool) -> tuple[Array, ...]:
     return (jax.nn.silu(results[0]) * results[1],) if gated else tuple(results)
-
-
-def backend_product(backend: Backend) -> Any:
-    """Returns the kernel function of a back end."""
-    return {"triton": triton.product, "mosaic": mosaic.product}[backend]

@@ -246,13 +246,13 @@ def _accumulate(
     index, outputs, rows, present, part = where
     words_ref, *number_refs = refs
     superblocks = packed.superblocks
-    each = -(-superblocks // tiling.split)
+    per_part = -(-superblocks // tiling.split)
     none = (jnp.zeros((tiling.outputs, tiling.rows), jnp.float32),) * tiling.chains
     # Masked rows cost no traffic; x would otherwise be read as often as the weights.
     there = lax.broadcasted_iota(jnp.int32, (tiling.rows, 2 * packed.columns), 0) < present
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        superblock = part * each + i
+        superblock = part * per_part + i
         chains = list(sums if factors_ref is None else none)
         words = [words_ref[index, outputs, superblock, t, :] for t in range(packed.bits)]
         numbers = numbers_of(packed, number_refs, (index, outputs, superblock), asm)
@@ -269,9 +269,9 @@ def _accumulate(
         return (sums[0] + functools.reduce(jnp.add, chains) * factors[None, :],)
 
     if superblocks % tiling.split == 0:
-        count: Any = each
+        count: Any = per_part
     else:
-        count = jnp.clip(superblocks - part * each, 0, each)
+        count = jnp.clip(superblocks - part * per_part, 0, per_part)
     sums = lax.fori_loop(0, count, step, none if factors_ref is None else none[:1])
     return functools.reduce(jnp.add, sums)
 
@@ -306,9 +306,9 @@ def numbers_of(
     kind = levels, packed.symmetric
     count, width = 1 if packed.symmetric else 2, 2 * packed.columns
     if packed.steps is None:
-        each = 32 * packed.columns // packed.block * count
+        per_half = 32 * packed.columns // packed.block * count
         tiles = [
-            _tile(refs[0], where, (half * each, each), count, width)
+            _tile(refs[0], where, (half * per_half, per_half), count, width)
             for half in range(packed.per_code)
         ]
         return [unpack.prepare_scales(tile, *kind, n, asm=asm) for n, tile in enumerate(tiles)]

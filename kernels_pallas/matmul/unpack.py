@@ -7,8 +7,7 @@ without a GPU (interpret mode). Arrays are tiles [rows, 2 G] of 16-bit numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,16 +61,6 @@ def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple
                 yield s, e, byte_of(words[s], e, asm=asm)
             else:
                 yield s, e, _fraction(sources, bits, e, asm)
-
-
-def whole_fraction(word: Array, bits: int, low: int, e: int, *, asm: bool) -> Array:
-    """Computes `fractions` of the slice whose codes lie in one word's bytes, from bit `low` on.
-
-    Args:
-        word: uint16 [rows, 2 G].
-        e: low or high byte of its half-words.
-    """
-    return _fraction([(word, low, bits, 0)], bits, e, asm)
 
 
 def _fraction(
@@ -140,12 +129,14 @@ def weights(f: Array, numbers: Sequence[ScaleAndBase], levels: int, *, asm: bool
     """Computes the weights of a fraction: one tile, or two if codes are pairs."""
     if levels >= _EXACT_FROM:
         (only,) = numbers
-        times, one = (1.0, 1024) if levels == 256 else (float(levels), levels)
+        times, offset = (1.0, 1024) if levels == 256 else (float(levels), levels)
         if only.plus is None:
             return [
-                multiply(fma_by(f, times, -float(one + levels // 2), asm=asm), only.times, asm=asm)
+                multiply(
+                    fma_by(f, times, -float(offset + levels // 2), asm=asm), only.times, asm=asm
+                )
             ]
-        return [fma(fma_by(f, times, -float(one), asm=asm), only.times, only.plus, asm=asm)]
+        return [fma(fma_by(f, times, -float(offset), asm=asm), only.times, only.plus, asm=asm)]
     if levels != 11:
         (only,) = numbers
         return [_plain(f, only, asm)]
@@ -258,10 +249,6 @@ def ptx(body: str, args: Sequence[Array]) -> Array:
 
     The result is always declared fp16: Triton supports no other type.
     """
-    return ASSEMBLER.get()(body, args)
-
-
-def _triton(body: str, args: Sequence[Array]) -> Array:
     (result,) = plt.elementwise_inline_asm(
         "{" + body + "}",
         args=list(args),
@@ -270,10 +257,3 @@ def _triton(body: str, args: Sequence[Array]) -> Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float16)],
     )
     return result
-
-
-# PTX emitter for registers of two 16-bit numbers each: $0 is the result, $1 the first argument. The
-# default is Triton's; other kernels set their own.
-ASSEMBLER: ContextVar[Callable[[str, Sequence[Array]], Array]] = ContextVar(
-    "assembler", default=_triton
-)

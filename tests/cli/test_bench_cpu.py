@@ -3,13 +3,14 @@
 import json
 import re
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from jinfer.cli.bench import bench_cpu
-from jinfer.cli.bench.bench_cpu import main, step_bytes, summary, table
+from jinfer.cli.bench.bench_cpu import main, step_bytes, summary, to_text
 from jinfer.loader.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
     measured = {"rounds": rounds, "bandwidth": [5_000, 10_000, 15_000]}
     result["tasks"] = {"decode 4": {**found, **measured}, "prefill 64": {**found, "bandwidth": []}}
     bench_cpu.add_shares(result, 1000)
-    lines = table([result]).splitlines()
+    lines = to_text([result]).splitlines()
     assert "| decode 4 | 6.0 (15%) | 2.0 (5%) | 2.00 (1.10-3.00) |" in lines
     assert "| prefill 64 | 6.0 | 2.0 | 2.00 (1.10-3.00) |" in lines
     assert "| start to first token, s | 3.00 | 1.00 | 3.00 |" in lines
@@ -42,10 +43,10 @@ def test_bytes_of_a_step() -> None:
     untied = open_checkpoint(MODEL).tensors
     assert "output.weight" in untied
     table = untied["token_embd.weight"].nbytes
-    assert step_bytes(str(MODEL)) == sum(each.nbytes for each in untied.values()) - table
+    assert step_bytes(str(MODEL)) == sum(item.nbytes for item in untied.values()) - table
     tied = open_checkpoint(GOLDENS / "gguf_gemma" / "model.gguf").tensors
     assert "output.weight" not in tied
-    whole = sum(each.nbytes for each in tied.values())
+    whole = sum(item.nbytes for item in tied.values())
     assert step_bytes(str(GOLDENS / "gguf_gemma" / "model.gguf")) == whole
     assert step_bytes(str(GOLDENS / "gguf_mixtral" / "model.gguf")) is None
 
@@ -154,7 +155,15 @@ def test_a_type_without_a_peer(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--peer-type: no Python with llama_cpp makes it" in capfd.readouterr().err
 
 
-def test_the_worker_of_before_is_still_understood() -> None:
+def test_the_worker_of_before_is_still_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of jinfer, measuring beside this one, starts it so."""
-    options = bench_cpu._parser().parse_args(["--worker", "jinfer", "m.gguf", "--set", "a=1"])
+    seen = list[Namespace]()
+
+    def work(options: Namespace) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(bench_cpu, "_work", work)
+    assert main(["--worker", "jinfer", "m.gguf", "--set", "a=1"]) == 0
+    (options,) = seen
     assert (options.worker, options.models, options.set) == ("jinfer", ["m.gguf"], ["a=1"])

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from jinfer.cli.bench.bench_serve import LengthMix, Workload, arrivals, conversation, main
-from jinfer.cli.bench.bench_serve_stats import AnswerTimes, LatencyLimits, figures, percentiles
+from jinfer.cli.bench.bench_serve import (
+    AnswerTimes,
+    LatencyLimits,
+    LengthMix,
+    Workload,
+    arrivals,
+    conversation,
+    figures,
+    main,
+    percentiles,
+)
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import ROOT, Running, serving
 
@@ -53,7 +62,7 @@ def test_a_closed_loop(running: Running, tmp_path: Path, capsys: Any) -> None:
 def test_an_open_loop_of_texts(running: Running, capsys: Any) -> None:
     more = ("--rate", "40", "--text", "--warm-up", "0", "--first-limit", "60000")
     assert main([running.url + "/v1", *COMMON, *more]) == 0
-    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("| 40/s"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| 40/s"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:3] == ["3", "0"]
     assert cells[3] == cells[4]  # all of them are good

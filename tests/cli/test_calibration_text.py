@@ -72,8 +72,8 @@ def error_of(folder: Path, *more: str) -> float:
     assert main([str(MODEL), str(out), *small, *more]) == 0
     settings: dict[str, Any] = {"quantization.weights": "plain", "dtype": "float32"}
     ids = list(map(ord, TEXT))[100:200]
-    wanted = LLM(MODEL, **settings).logits([ids])[0]
-    return float(np.square(LLM(out).logits([ids])[0] - wanted).mean())
+    expected = LLM(MODEL, **settings).logits([ids])[0]
+    return float(np.square(LLM(out).logits([ids])[0] - expected).mean())
 
 
 @pytest.mark.usefixtures("letters")
@@ -99,6 +99,6 @@ def test_a_text_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text.write_bytes(b"\xff\xfe\x00")
     out = tmp_path / "out"
     options = ("--weights", "q4", "--set", "quantization.threshold=0", "--calibration", text)
-    assert main([str(each) for each in (MODEL, out, *options)]) == 2
+    assert main([str(item) for item in (MODEL, out, *options)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not out.exists()

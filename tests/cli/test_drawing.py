@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jinfer import LLM
-from jinfer.html.html_table import table_html
+from jinfer.html.html_page import table_html
 from jinfer.html.svg_drawing import CHARACTER
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.view.formula_graph import formula_graph

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.cli.bench.engine_process import BenchTask, EngineProcess, EngineUnderTest
+from jinfer.cli.bench.bench_cpu import BenchTask, EngineProcess, EngineUnderTest
 
 STARTED = """print('{"kinds": ["decode"]}', flush=True)"""
 RATE = """input(); print('{"rate": 2.5}', flush=True)"""
@@ -41,8 +41,8 @@ def test_what_is_understood(tmp_path: Path) -> None:
     ],
 )
 def test_another_way_to_answer(lines: list[str], words: str, tmp_path: Path) -> None:
-    wanted = rf"^jinfer in old answers in another way than this version, .*{words}: compare with"
-    with pytest.raises(OSError, match=wanted) as error:
+    expected = rf"^jinfer in old answers in another way than this version, .*{words}: compare with"
+    with pytest.raises(OSError, match=expected) as error:
         measured(tmp_path, *lines)
     assert "\n" not in str(error.value)
 

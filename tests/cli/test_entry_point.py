@@ -20,7 +20,7 @@ RUN = {
     }
     for folder in ("jinfer/cli", "tools")
 }
-BENCHMARKS = [each.name.removeprefix("bench ") for each in COMMANDS if each.name[:6] == "bench "]
+BENCHMARKS = [item.name.removeprefix("bench ") for item in COMMANDS if item.name[:6] == "bench "]
 SOON = 1.0  # seconds of its own work; JAX alone takes as long to import on a slow machine
 
 

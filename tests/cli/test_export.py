@@ -41,7 +41,7 @@ def test_folders(layout: str, model: str, format: str, tmp_path: Path) -> None:
     convert(str(GOLDENS / model), out, _tables(format), layout=layout)
     assert (out / "config.json").is_file()
     convert(str(GOLDENS / model), tmp_path / "native", _tables(format))
-    ours, native = (LLM(each, dtype="float32").weights for each in (out, tmp_path / "native"))
+    ours, native = (LLM(item, dtype="float32").weights for item in (out, tmp_path / "native"))
     plain, exported = LLM(GOLDENS / model, dtype="float32").weights, 0
     for name in ours:
         values = ours[name].values
@@ -91,16 +91,16 @@ def test_gguf(model: str, format: str, type: str, tmp_path: Path) -> None:
     kept = {name for name in before.fields if not name.startswith("GGUF.")} - told
     for name in kept:
         assert after.fields[name].contents() == before.fields[name].contents()
-    wanted = {tensor.name: tensor for tensor in before.tensors}
-    assert [tensor.name for tensor in after.tensors] == list(wanted)
+    expected = {tensor.name: tensor for tensor in before.tensors}
+    assert [tensor.name for tensor in after.tensors] == list(expected)
     types = set()
     for tensor in after.tensors:
         own, original = (
-            dequantize(each.data, each.tensor_type) for each in (tensor, wanted[tensor.name])
+            dequantize(item.data, item.tensor_type) for item in (tensor, expected[tensor.name])
         )
         error = np.abs(own - original).max() / np.abs(original).max()
         types.add(tensor.tensor_type.name)
-        assert error <= (0 if tensor.tensor_type == wanted[tensor.name].tensor_type else 0.1)
+        assert error <= (0 if tensor.tensor_type == expected[tensor.name].tensor_type else 0.1)
     assert type in types
     ours, theirs = LLM(out, dtype="float32"), LLM(source, dtype="float32")
     assert np.corrcoef(ours.logits(IDS)[0].ravel(), theirs.logits(IDS)[0].ravel())[0, 1] > 0.9

@@ -27,6 +27,6 @@ def test_mean_squares_by_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first layer reads its norm of the embeddings.
     rows = values["token_embd.weight"][np.concatenate([ids.reshape(-1) for ids in texts])]
     rows /= np.sqrt(np.mean(np.square(rows), axis=1, keepdims=True) + 1e-5)
-    wanted = np.mean(np.square(rows * values["blk.0.attn_norm.weight"]), axis=0)
+    expected = np.mean(np.square(rows * values["blk.0.attn_norm.weight"]), axis=0)
     for kind in ("attn_q", "attn_k", "attn_v"):
-        np.testing.assert_allclose(found[f"blk.0.{kind}.weight"], wanted, rtol=1e-4)
+        np.testing.assert_allclose(found[f"blk.0.{kind}.weight"], expected, rtol=1e-4)

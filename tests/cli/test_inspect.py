@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from jinfer.cli.inspect.inspect_checkpoint import main
-from jinfer.cli.inspect.inspect_report import proposals
+from jinfer.cli.inspect.inspect_checkpoint import main, proposals
 from jinfer.cli.inspect.match_checkpoint import describe
 from jinfer.cli.propose.propose_spec import propose_spec
 from jinfer.cli.quantize.quantize_checkpoint import convert
@@ -62,8 +61,8 @@ def test_a_checkpoint_that_fits(
     name: str, type: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, GOLDENS / name)
-    for each in (*words, "Every parameter has its tensor"):
-        assert each in text
+    for item in (*words, "Every parameter has its tensor"):
+        assert item in text
     assert re.search(rf"^type +{type}$", text, flags=re.MULTILINE)
 
 
@@ -122,7 +121,7 @@ def test_what_does_not_fit_is_listed_and_lines_are_proposed(
 
 def test_one_missing_tensor_and_one_extra(tmp_path: Path) -> None:
     found = describe(changed(tmp_path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")), {})
-    assert [each.parameter for each in found.missing] == ["decoder.1.ffn.up.weight"]
+    assert [item.parameter for item in found.missing] == ["decoder.1.ffn.up.weight"]
     assert not found.unused
     extra = {"model.layers.1.mlp.gate_proj.bias": np.zeros(112, np.float32)}
     found = describe(changed(tmp_path, lambda t: t.update(extra)), {})
@@ -143,9 +142,9 @@ def test_a_spec_proposed_for_an_unknown_architecture_has_the_right_logits(
     spec.write_text('weights = "unknown"\n' + proposed)
     with np.load(GOLDENS / "llama2" / "expected.npz") as expected:
         asked = expected["input_ids"][0][expected["attention_mask"][0] > 0].tolist()
-        wanted = expected["logits"][0][: len(asked)]
+        correct = expected["logits"][0][: len(asked)]
     got = LLM(spec, dtype="float32").logits([asked])[0]
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(got, correct, rtol=0, atol=2e-4)
 
 
 def test_a_proposed_spec_is_written_once(
@@ -280,8 +279,8 @@ def test_a_converted_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
     convert(str(GOLDENS / "mixtral"), tmp_path / "out", {})
     assert describe(tmp_path / "out", {}).fits
     found = describe(tmp_path / "out", {"dims": {"intermediate": 24, "layers": 4}})
-    assert any("decoder.0.ffn.experts.gate.weight is [" in each for each in found.wrong)
-    assert "decoder.3.attn.q.weight" in [each.parameter for each in found.missing]
+    assert any("decoder.0.ffn.experts.gate.weight is [" in item for item in found.wrong)
+    assert "decoder.3.attn.q.weight" in [item.parameter for item in found.missing]
     found = describe(tmp_path / "out", {"dims": {"layers": 1}})
     assert "decoder.1.attn.q.weight" in [tensor.name for tensor in found.unused]
 

@@ -12,9 +12,9 @@ from jinfer.generate import main as generate
 
 def test_it_is_the_table_of_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(["--list", "qwen3*"]) == 0
-    wanted = capsys.readouterr().out
+    expected = capsys.readouterr().out
     assert main(["list", "qwen3*"]) == 0
-    assert capsys.readouterr().out == wanted
+    assert capsys.readouterr().out == expected
 
 
 def test_a_text_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

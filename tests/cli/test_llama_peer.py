@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer.cli.bench.engine_process import EngineProcess, EngineUnderTest
+from jinfer.cli.bench.bench_cpu import EngineProcess, EngineUnderTest
 from jinfer.cli.bench.llama_peer import PROMPT, STEPS, ask, command
 
 # Counts what it computes; a token takes a thousandth of a second.

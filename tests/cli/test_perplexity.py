@@ -39,8 +39,8 @@ def test_inferflow_counts_all_but_the_first_of_overlapping_windows() -> None:
 def test_scores_are_log_probabilities_of_the_logits(llm: LLM, length: int) -> None:
     ids = (IDS * 4)[:length]
     logprobs = np.asarray(jax.nn.log_softmax(llm.logits([ids])[0], axis=-1))
-    wanted = logprobs[np.arange(length - 1), ids[1:]]
-    np.testing.assert_allclose(llm.score([ids])[0], wanted, atol=2e-5)
+    expected = logprobs[np.arange(length - 1), ids[1:]]
+    np.testing.assert_allclose(llm.score([ids])[0], expected, atol=2e-5)
 
 
 def test_one_token_has_no_score(llm: LLM) -> None:

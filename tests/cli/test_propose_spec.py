@@ -116,9 +116,9 @@ def test_a_proposal_has_the_logits_of_the_reference(name: str, tmp_path: Path) -
     places = [GOLDENS / folder / "expected.npz" for folder in (name, name.removeprefix("gguf_"))]
     with np.load(next(place for place in places if place.exists())) as arrays:
         tokens = arrays["tokens"] if "tokens" in arrays else arrays["input_ids"][0]
-        wanted = arrays["logits"].reshape(-1, arrays["logits"].shape[-1])
+        expected = arrays["logits"].reshape(-1, arrays["logits"].shape[-1])
     got = LLM(file, dtype="float32").logits([tokens.tolist()])[0]
-    np.testing.assert_allclose(got, wanted[: len(got)], rtol=0, atol=2e-4)
+    np.testing.assert_allclose(got, expected[: len(got)], rtol=0, atol=2e-4)
 
 
 def test_modules_without_a_place_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A token for each character: the golden file's tokenizer knows no words."""
 
     def ids(_: LLM, text: Any) -> list[int]:
-        return [ord(each) if isinstance(each, str) else each for each in text]
+        return [ord(item) if isinstance(item, str) else item for item in text]
 
     monkeypatch.setattr(LLM, "encode", ids)
     file = tmp_path / "text"
@@ -49,11 +49,11 @@ def test_the_rows(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_divergence() -> None:
-    wanted = np.log([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]])
-    assert divergence(wanted + 3, wanted) == (pytest.approx(0), 1)
+    expected = np.log([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]])
+    assert divergence(expected + 3, expected) == (pytest.approx(0), 1)
     given = np.log([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]])
     apart = (0.5 * np.log(2) + 0.25 * np.log(0.5)) / 2
-    assert divergence(given, wanted) == (pytest.approx(apart), 0.5)
+    assert divergence(given, expected) == (pytest.approx(apart), 0.5)
 
 
 def test_what_is_refused(
@@ -69,7 +69,7 @@ def test_what_is_refused(
         (MODEL, "--text", text, "--json", tmp_path): "is a folder",
     }
     for arguments, words in cases.items():
-        assert main([str(each) for each in arguments]) == 2
+        assert main([str(argument) for argument in arguments]) == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(errors) == 1
         assert words in errors[0]

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.cli.inspect.inspect_checkpoint import main as inspect
-from jinfer.cli.quantize.quantize_checkpoint import convert, main
-from jinfer.cli.quantize.quantize_table import ErrorSums, FormatRow, to_text
+from jinfer.cli.quantize.quantize_checkpoint import ErrorSums, FormatRow, convert, main, to_text
 from jinfer.cli.toml_writer import toml_text
 from jinfer.loader.checkpoint.orbax import orbax_api
 from jinfer.loader.config.pooling_config import Projection
@@ -65,12 +64,12 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
         )
         plain = LLM(MODEL, quantization={"weights": "plain"})
         errors = squares = 0.0
-        for name, wanted in zip(
+        for name, expected in zip(
             plain._engine.runner.model.names, plain._engine.runner.parameters, strict=True
         ):
             if name.startswith("decoder") and "norm" not in name:
-                errors += float(((leaves[name].dequantize() - wanted) ** 2).sum())
-                squares += float((wanted**2).sum())
+                errors += float(((leaves[name].dequantize() - expected) ** 2).sum())
+                squares += float((expected**2).sum())
         name = "q4 and outliers" if outliers else "q4"
         assert rows[name].error == pytest.approx((errors / squares) ** 0.5, rel=1e-4)
 
@@ -187,9 +186,9 @@ def test_arrays_in_a_folder_of_orbax(tmp_path: Path, capsys: pytest.CaptureFixtu
         *("model.orbax", "model.orbax.json"),
         *names,
     }
-    wanted, ours = LLM(tmp_path / "files"), LLM(tmp_path / "orbax")
-    assert ours.encode("Hello there") == wanted.encode("Hello there")
-    assert np.array_equal(ours.logits([[1, 2, 3]])[0], wanted.logits([[1, 2, 3]])[0])
+    expected, ours = LLM(tmp_path / "files"), LLM(tmp_path / "orbax")
+    assert ours.encode("Hello there") == expected.encode("Hello there")
+    assert np.array_equal(ours.logits([[1, 2, 3]])[0], expected.logits([[1, 2, 3]])[0])
     assert inspect([str(tmp_path / "orbax")]) == 0
     assert "Every parameter has its tensor" in capsys.readouterr().out
     assert run(tmp_path / "orbax", tmp_path / "again") == 2
@@ -229,11 +228,11 @@ def test_a_specification_goes_along(tmp_path: Path) -> None:
     }  # fmt: skip
     out = tmp_path / "out"
     convert(str(folder), out, overrides)
-    wanted = resolved(folder, overrides).spec
+    expected = resolved(folder, overrides).spec
     shutil.rmtree(folder)
     ours = resolved(out, {}).spec
     for key in ("dims", "prompt", "generation", "quantization", "stacks", "shared", "dtype"):
-        assert getattr(ours, key) == getattr(wanted, key), key
+        assert getattr(ours, key) == getattr(expected, key), key
     assert LLM(out).context == 64
 
 
@@ -247,25 +246,25 @@ def test_tokenizers_go_along(tmp_path: Path) -> None:
     (source / "additional_chat_templates" / "short.jinja").write_text("short")
     convert(str(source), tmp_path / "out", SMALL)
     convert(str(MODEL), tmp_path / "other", {**SMALL, "tokenizer": str(source)})
-    wanted = LLM(source, **{"quantization.weights": "plain"})  # type: ignore[arg-type]
+    expected = LLM(source, **{"quantization.weights": "plain"})  # type: ignore[arg-type]
     shutil.rmtree(source)
     for out in ("out", "other"):
         ours = LLM(tmp_path / out)
         for text in ("Hello there", "ça va?"):
-            assert ours.encode(text) == wanted.encode(text)
+            assert ours.encode(text) == expected.encode(text)
         message = [{"role": "user", "content": "Hi"}]
-        assert ours.encode_chat(message) == wanted.encode_chat(message)
+        assert ours.encode_chat(message) == expected.encode_chat(message)
     assert (tmp_path / "out" / "additional_chat_templates" / "short.jinja").exists()
 
 
 def test_the_tokenizer_of_a_gguf_file_goes_along(tmp_path: Path) -> None:
     source = GOLDENS / "gguf_llama2" / "model.gguf"
     convert(str(source), tmp_path / "out", SMALL)
-    wanted, ours = LLM(source), LLM(tmp_path / "out")
-    assert wanted.tokenizer is not None
+    expected, ours = LLM(source), LLM(tmp_path / "out")
+    assert expected.tokenizer is not None
     assert ours.tokenizer is not None
-    assert ours.encode("abc def") == wanted.encode("abc def")
-    assert ours.session.opened.checkpoint.metadata == wanted.session.opened.checkpoint.metadata
+    assert ours.encode("abc def") == expected.encode("abc def")
+    assert ours.session.opened.checkpoint.metadata == expected.session.opened.checkpoint.metadata
 
 
 def test_the_tokenizer_of_llama2c_goes_along(tmp_path: Path) -> None:
@@ -311,8 +310,8 @@ def test_plain_parameters_keep_what_the_file_says(tmp_path: Path) -> None:
     convert(str(MODEL), tmp_path / "half", {"dtype": "float16"})
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert half["embed.weight"].dtype == np.float16
-    wanted = LLM(MODEL, dtype="float16").logits([[1, 2, 3]])[0]
-    assert np.array_equal(LLM(tmp_path / "half").logits([[1, 2, 3]])[0], wanted)
+    expected = LLM(MODEL, dtype="float16").logits([[1, 2, 3]])[0]
+    assert np.array_equal(LLM(tmp_path / "half").logits([[1, 2, 3]])[0], expected)
 
 
 def test_a_converted_checkpoint_can_be_inspected(

@@ -19,8 +19,8 @@ def test_logits_stay_and_weights_do_not(tmp_path: Path) -> None:
     out = tmp_path / "turned.gguf"
     assert main([str(SOURCE), str(out), "--type", "F32", "--seed", "3"]) == 0
     ours = LLM(out, dtype="float32").logits([IDS])[0]
-    wanted = LLM(SOURCE, dtype="float32").logits([IDS])[0]
-    np.testing.assert_allclose(ours, wanted, atol=1e-4)
+    expected = LLM(SOURCE, dtype="float32").logits([IDS])[0]
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
     name = "blk.0.attn_q.weight"
     before, after = (open_checkpoint(path).tensors[name].read() for path in (SOURCE, out))
     assert not np.allclose(before, after, atol=1e-3)

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda item: item.__name__)
 def test_a_missing_folder_comes_first(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     folder = docs_folder()
     expected = [
-        sorted(path.stem for path in folder.glob(each)) for each in ("*.md", "reference/*.md")
+        sorted(path.stem for path in folder.glob(item)) for item in ("*.md", "reference/*.md")
     ]
     assert named == [*expected[0], *expected[1]]
     assert len(set(named)) == len(named)

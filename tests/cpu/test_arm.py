@@ -16,8 +16,8 @@ import pytest
 
 from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
 from jinfer.cpu.matmul_call import Mode
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 from tests.cpu import test_build_library, test_quantized_matmul, test_wide
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -121,10 +121,10 @@ def test_products(linear: Path, rows: int) -> None:
         x[:, :40] = 0  # a block of zeros
     for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
         for mode, (portable, neon) in zip(MODES, results, strict=True):
-            wanted = x if mode == "float" else test_quantized_matmul.rounded(x, mode)
+            expected = x if mode == "float" else test_quantized_matmul.rounded(x, mode)
             if tensor.format == F16_AS_INT:
-                wanted = test_wide.rounded_to_14_bits(x)
-            test_quantized_matmul.assert_product(neon, wanted, tensor, 2e-6)
+                expected = test_wide.rounded_to_14_bits(x)
+            test_quantized_matmul.assert_product(neon, expected, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)
 
 
@@ -150,8 +150,8 @@ def test_halves_and_words(tmp_path: Path) -> None:
     np.testing.assert_array_equal(wide[0], halves.astype(np.float32))
     np.testing.assert_array_equal(wide[1], wide[0])
     with np.errstate(over="ignore"):
-        wanted = floats.astype(np.float16)
-    np.testing.assert_array_equal(np.frombuffer(got[1 << 19 :], np.float16), wanted)
+        expected = floats.astype(np.float16)
+    np.testing.assert_array_equal(np.frombuffer(got[1 << 19 :], np.float16), expected)
 
 
 def test_kernel_objects_share_no_symbol(tmp_path: Path) -> None:

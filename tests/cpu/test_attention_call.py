@@ -13,8 +13,8 @@ from jax import Array
 from jinfer.cpu import build_library
 from jinfer.cpu.attention_call import CacheOperands, KvFormat, Scores, attention, supported
 from jinfer.cpu.isa import Isa
-from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.attention.kv_cache import CacheShape, zero_cache
+from jinfer.quant_format import parse_format
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 

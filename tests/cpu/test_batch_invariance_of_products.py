@@ -1,4 +1,4 @@
-"""A row's result has the same bits alone and in any company, whatever computes it."""
+"""Batch invariance of products: a row has the same bits alone and in any batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jax import Array
 
 from jinfer.cpu import build_library
 from jinfer.cpu.matmul_call import Mode
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.moe import ExpertProjection, ExpertWeights, mixture_of_experts
 from jinfer.quant.sparse_matrix import OutlierTensor, to_sparse
+from jinfer.quant_format import QuantFormat, Width
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_quantized_matmul import CODEBOOK, TWO_LEVEL, WIDTHS, matrix

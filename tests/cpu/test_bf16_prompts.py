@@ -8,8 +8,8 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.cpu.matmul_call import dense_linear
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
+from jinfer.quant_format import QuantFormat
 from tests.cpu.helpers import FUNCTIONS, isas
 from tests.cpu.test_batch_invariance_of_products import FORMATS
 from tests.cpu.test_quantized_matmul import activations, assert_product, matrix, rounded, run

@@ -191,9 +191,9 @@ def test_two_processes_compile_once(copier: str, tmp_path: Path) -> None:
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in both]
+    shown = [process.communicate(timeout=60)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 0]
-    assert sorted("compiling" in line for line in told) == [False, True]
+    assert sorted("compiling" in line for line in shown) == [False, True]
     assert not list((tmp_path / "cache" / "libraries").glob("building-*"))
 
 
@@ -372,7 +372,7 @@ def test_a_machine_compiles_its_own_kernels(
 def test_at_first_use_there_are_kernels_for_this_machine_alone(
     tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library with all of them is preferred, and made where it is asked for."""
+    """A library with all of them is preferred, and built on request."""
     own = own_isa()
     assert os.environ.get(build_library.LOWER) or own == build_library.isa()
     assert {path.stem for path in build_library._sources(own)} < {

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jinfer import quant_format
 from jinfer.cpu import build_library
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, Unit, source_bytes, units
 from jinfer.cpu.isa import Isa
-from jinfer.modelspec import quant_format
 
 
 @pytest.mark.parametrize("only", [None, "portable", "avx2", "avxvnni", "amx"])

@@ -126,13 +126,13 @@ def sums_of_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def test_dot_products_and_tiles_have_the_same_bits(inputs: int) -> None:
     """AVX-512 BF16's and AMX's; few rows, many, and blocks of them, of whole tiles and not."""
     x, weight = matrix("float32", 150, inputs, seed=1), matrix("bfloat16", 85, inputs)
-    wanted = sums_of_tiles(as_bfloat16(x), weight.astype(np.float32))
+    expected = sums_of_tiles(as_bfloat16(x), weight.astype(np.float32))
     for isa in BF16:
         if isa in isas():
             with build_library.lowered_isa(isa):
                 for rows in (1, 2, 19, 45, 150):
                     got = run(x[:rows], [weight], rounded=True)[0]
-                    np.testing.assert_array_equal(got, wanted[:rows])
+                    np.testing.assert_array_equal(got, expected[:rows])
 
 
 @pytest.mark.parametrize("rows", [1, 6, 130])
@@ -184,8 +184,8 @@ def test_the_reference_by_heads_agrees(transposed: bool) -> None:
     x = on_device(matrix("float32", 5, 3, 22 if transposed else 24, seed=1))
     got = matmul_per_head(x, weight, part, transposed=transposed)
     with target_platform("tpu"):
-        wanted = matmul_per_head(x, weight, part, transposed=transposed)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        expected = matmul_per_head(x, weight, part, transposed=transposed)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -216,20 +216,20 @@ def test_large_products_are_cut_into_pieces(
 
 @pytest.mark.parametrize("type", ["bfloat16", "float16"])
 def test_every_number_of_16_bits_is_exact(type: str) -> None:
-    """Each times 1, beside zeros; subnormal ones of bfloat16 may count as 0, as they do in XLA."""
+    """Each times 1, among zeros; subnormal numbers of bfloat16 may count as 0, as in XLA."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(type))
     numbers = numbers[np.isfinite(numbers.astype(np.float32))]
     weight = np.zeros((len(numbers), 18), numbers.dtype)
     weight[np.arange(len(numbers)), np.arange(len(numbers)) % 18] = numbers
-    wanted = numbers.astype(np.float32)
-    small = np.abs(wanted) < np.finfo(np.float32).tiny
+    expected = numbers.astype(np.float32)
+    small = np.abs(expected) < np.finfo(np.float32).tiny
     for rows, rounded in ((1, False), (40, False), (1, True), (120, True)):
         x = np.ones((rows, 18), np.float32)
 
         def compare(x: np.ndarray = x, rounded: bool = rounded) -> None:
             for got in run(x, [weight], rounded=rounded)[0]:
-                np.testing.assert_array_equal(got[~small], wanted[~small])
-                assert (np.abs(got[small]) <= np.abs(wanted[small])).all()
+                np.testing.assert_array_equal(got[~small], expected[~small])
+                assert (np.abs(got[small]) <= np.abs(expected[small])).all()
 
         on_all(compare)
 
@@ -273,11 +273,11 @@ def test_gated(activation: str, rows: int, type: str) -> None:
     gate, up = (matrix(type, 150, 96, seed=seed) for seed in (1, 2))
     x = matrix("float32", rows, 96, seed=3) / 8
     wide = [x.astype(np.float64) @ each.astype(np.float64).T for each in (gate, up)]
-    wanted = FUNCTIONS[activation](wide[0]) * wide[1]
+    expected = FUNCTIONS[activation](wide[0]) * wide[1]
 
     def compare() -> None:
         (got,) = run(x, [gate, up], activation)
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
 
     on_all(compare)
 

@@ -20,8 +20,8 @@ from jinfer.cpu.matmul_call import (
     fields_of,
     quantized_linear,
 )
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.fusion.weight_pointers import table
+from jinfer.quant_format import QuantFormat
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_quantized_matmul import coded, matrix
@@ -170,8 +170,8 @@ def test_fused_layer_has_the_bits_of_separate_calls(hidden: int, isa: Isa, kind:
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
         with build_library.lowered_isa(isa):
             got = jax.jit(layer.fused)(x, attended)
-            wanted = [on_device(part) for part in layer.apart(x, attended)]
-            for a, b in zip(got, wanted, strict=True):
+            expected = [on_device(part) for part in layer.apart(x, attended)]
+            for a, b in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -193,15 +193,15 @@ def test_formats(format: QuantFormat) -> None:
 
 
 def test_parallel_products() -> None:
-    """Both take the same rows, so they are one stage; only one's result is asked for twice."""
+    """Both take the same rows, so they are one stage; one result is used twice."""
     left, right = coded(matrix(FOUR, 64, 128)), coded(matrix(FOUR, 96, 128, seed=1))
     x = random(4, 128)
     program = Program([x])
     (a,), (b,) = product(program, 0, [left]), product(program, 0, [right])
     got = program.run([b, a])
-    wanted = quantized_linear(x, [left, right])
-    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(wanted[1]))
-    np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(wanted[0]))
+    expected = quantized_linear(x, [left, right])
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(expected[1]))
+    np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(expected[0]))
 
 
 def test_weights_by_pointer_give_the_bits_of_arguments() -> None:
@@ -211,11 +211,11 @@ def test_weights_by_pointer_give_the_bits_of_arguments() -> None:
         weights = [part for one in layer.of.values() for part in arrays(one)] + [layer.weight]
         where = table(weights)
         x, attended = random(3, 96), random(3, 96, seed=1)
-        wanted = layer.fused(x, attended)
+        expected = layer.fused(x, attended)
         for some in (weights, weights[::2]):
             rows = {id(one): row for row, one in enumerate(weights) if any(one is w for w in some)}
             got = layer.fused(x, attended, table=where, table_rows=rows)
-            for a, b in zip(got, wanted, strict=True):
+            for a, b in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

@@ -1,4 +1,4 @@
-"""Terms of adapters as a custom call: those of the definition, the same bits in any company."""
+"""LoRA terms as a custom call: the definition, and batch invariance."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_result_equals_the_definition(rows: int, rank: int, type: str) -> None:
                 first, second = first * sides[t][:, 0, :, None], second * sides[t][:, 1, :, None]
             own = slots - 1
             inner = np.einsum("ri,rki->rk", x.astype(np.float64), first[own]) * scales[:, None]
-            wanted = y + np.einsum("rk,rko->ro", inner, second[own]) * (slots > 0)[:, None]
-            np.testing.assert_allclose(found[t], wanted, rtol=1e-4, atol=2e-4, err_msg=isa)
+            expected = y + np.einsum("rk,rko->ro", inner, second[own]) * (slots > 0)[:, None]
+            np.testing.assert_allclose(found[t], expected, rtol=1e-4, atol=2e-4, err_msg=isa)
             np.testing.assert_array_equal(found[t][slots == 0], y[slots == 0])
             for one, i in zip(alone, picked, strict=True):
                 np.testing.assert_array_equal(one[t][0], found[t][i], isa)

@@ -1,4 +1,4 @@
-"""Handlers compare every buffer with what they were told of it, and refuse what does not fit."""
+"""Handlers compare every buffer with its declared shape, and refuse others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.cpu.matmul_call import QuantizedMatrix, quantized_linear
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from tests.cpu.test_quantized_matmul import coded, matrix
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.cpu import build_library, moe_call, rowwise
+from jinfer.cpu import build_library, rowwise
+from jinfer.cpu import matmul_call as moe_call
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
@@ -47,12 +48,12 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
             scores = np.asarray(scored)
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
-        wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]
-        shares = np.take_along_axis(scores, wanted, axis=1)
+        expected = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]
+        shares = np.take_along_axis(scores, expected, axis=1)
         if renormalize:
             total = reduce(add, (shares[:, k : k + 1] for k in range(top_k)))
             shares = shares / np.maximum(total, np.float32(1e-20))
-        np.testing.assert_array_equal(chosen, wanted)
+        np.testing.assert_array_equal(chosen, expected)
         np.testing.assert_array_equal(weights, shares * np.float32(2.5))
 
 
@@ -91,11 +92,11 @@ def test_weighted_sums_of_experts(count: int, top_k: int, size: int) -> None:
     y, weights = random(count * top_k, size), random(count, top_k, seed=1)
     places = np.random.default_rng(2).permutation(count * top_k).astype(np.int32)
     each = y[places].reshape(count, top_k, -1)
-    wanted = reduce(add, (each[:, k] * weights[:, k : k + 1] for k in range(top_k)))
+    expected = reduce(add, (each[:, k] * weights[:, k : k + 1] for k in range(top_k)))
     for isa in isas():
         with build_library.lowered_isa(isa):
             got = moe_call.combine_experts(on_device(y), on_device(places), on_device(weights))
-            np.testing.assert_array_equal(np.asarray(got), wanted)
+            np.testing.assert_array_equal(np.asarray(got), expected)
 
 
 LOGITS = jnp.zeros((2, 4))

@@ -53,9 +53,9 @@ def loaded(folder: Path, **environment: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("every", ["0", "1"])
 def test_prebuilt_library_needs_no_compiler(packaged: Path, every: str) -> None:
-    said, told = loaded(packaged.parent, **{build_library.EVERY: every, build_library.LOWER: ""})
-    assert said == f"True {packaged}"
-    assert told == ""
+    stated, shown = loaded(packaged.parent, **{build_library.EVERY: every, build_library.LOWER: ""})
+    assert stated == f"True {packaged}"
+    assert shown == ""
 
 
 def test_package_folder_may_be_writable_by_others(packaged: Path) -> None:
@@ -86,9 +86,9 @@ def test_unloadable_prebuilt_library_is_kept_and_another_compiled(
 ) -> None:
     packaged.write_bytes(b"of another system")
     prebuilt.seal(packaged, build_library.own_key(), HERE)
-    said, told = loaded(packaged.parent, CXX=copier)
-    assert said.startswith(f"True {tmp_path / 'cache'}")
-    assert "compiling custom calls" in told
+    stated, shown = loaded(packaged.parent, CXX=copier)
+    assert stated.startswith(f"True {tmp_path / 'cache'}")
+    assert "compiling custom calls" in shown
     assert packaged.read_bytes() == b"of another system"
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
 from jinfer.cpu.matmul_call import Mode, QuantizedMatrix, quantized_linear, supports
-from jinfer.modelspec.quant_format import QuantFormat, Width, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
+from jinfer.quant_format import QuantFormat, Width, parse_format
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
@@ -89,9 +89,9 @@ def rounded(x: np.ndarray, mode: Mode = "int8") -> np.ndarray:
     """The rounding of a mode, as linear.py defines it."""
     largest = np.float32(127 * 253 ** ("int8", "int16", "float").index(mode))
     blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
-    most = np.abs(blocks).max(axis=-1, keepdims=True)
-    inverse = np.divide(largest, most, out=np.zeros_like(most), where=most >= 1e-30)
-    values = np.rint(blocks * inverse) * (most / largest)
+    max_value = np.abs(blocks).max(axis=-1, keepdims=True)
+    inverse = np.divide(largest, max_value, out=np.zeros_like(max_value), where=max_value >= 1e-30)
+    values = np.rint(blocks * inverse) * (max_value / largest)
     return values.reshape(len(x), -1)[:, : x.shape[1]]
 
 
@@ -157,7 +157,7 @@ def test_tables(name: str) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_largest_codes_and_activations(width: Width, symmetric: bool) -> None:
-    """Sums of a block's products are never cut off, whatever they are added up in."""
+    """Sums of a block's products never overflow, in any accumulator."""
     format = QuantFormat(width, symmetric=symmetric)
     outputs, inputs = 35, 256
     codes = np.full((outputs, inputs), format.levels - 1, np.uint8)
@@ -248,7 +248,7 @@ def test_gated(activation: str) -> None:
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_digits(rows: int, block: int) -> None:
-    """A weight of 1 gives back what an activation is rounded to, of any magnitude beside others."""
+    """A weight of 1 gives the rounded activation, of any magnitude among others."""
     codes, scales = np.zeros((32, 256), np.uint8), np.zeros((32, 256 // block, 2), np.float16)
     codes[:, :32] = np.eye(32)
     scales[:, 0, 0] = 1
@@ -257,13 +257,13 @@ def test_digits(rows: int, block: int) -> None:
     x = (rng.standard_normal((rows, 256)) * 10 ** rng.uniform(-6, 6, (rows, 256))).astype(
         np.float32
     )
-    most = np.abs(x[:, :32]).max(axis=-1, keepdims=True)
+    max_value = np.abs(x[:, :32]).max(axis=-1, keepdims=True)
     for isa in isas():
         with build_library.lowered_isa(isa):
             (finer,) = run(x, [tensor], mode="int16")
             (exact,) = run(x, [tensor], mode="float")
-        assert (np.abs(finer - x[:, :32]) / most).max() < 1.001 / (2 * 127 * 253)
-        assert (np.abs(exact - x[:, :32]) / most).max() < 3e-7  # scales are rounded too
+        assert (np.abs(finer - x[:, :32]) / max_value).max() < 1.001 / (2 * 127 * 253)
+        assert (np.abs(exact - x[:, :32]) / max_value).max() < 3e-7  # scales are rounded too
 
 
 def test_matrix_of_a_stack() -> None:

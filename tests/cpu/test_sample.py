@@ -85,22 +85,24 @@ def test_log_probabilities(vocab: int, isa: Isa) -> None:
     x, tokens = on_device(logits), on_device([0, vocab // 2, 0, vocab - 1], jnp.int32)
     with build_library.lowered_isa(isa):
         got = sample.log_probabilities(x, tokens, jnp.ones(4, jnp.bool_), min(20, vocab))
-    wanted = log_probabilities_reference(x, tokens)
-    assert np.array_equal(got[1], wanted[1])
-    assert_allclose(got[0], wanted[0], atol=2e-6)
-    assert_allclose(got[2], wanted[2], atol=2e-6)
+    expected = log_probabilities_reference(x, tokens)
+    assert np.array_equal(got[1], expected[1])
+    assert_allclose(got[0], expected[0], atol=2e-6)
+    assert_allclose(got[2], expected[2], atol=2e-6)
 
 
 def test_log_probabilities_of_nan() -> None:
     logits = LOGITS.at[0, 5].set(jnp.nan)
-    wanted = on_device([True, True])
-    own, ids, top = sample.log_probabilities(logits, jnp.zeros(2, jnp.int32), wanted, 20)
+    expected = on_device([True, True])
+    own, ids, top = sample.log_probabilities(logits, jnp.zeros(2, jnp.int32), expected, 20)
     assert np.isnan(own[0])
     assert np.isnan(top[0]).all()
     assert np.isfinite(own[1])
     assert ids[0].tolist() == list(range(20))
     with pytest.raises(jax.errors.JaxRuntimeError, match="not one of each"):
-        jax.block_until_ready(sample.log_probabilities(LOGITS, jnp.zeros(3, jnp.int32), wanted, 20))
+        jax.block_until_ready(
+            sample.log_probabilities(LOGITS, jnp.zeros(3, jnp.int32), expected, 20)
+        )
 
 
 @pytest.mark.parametrize("isa", isas())

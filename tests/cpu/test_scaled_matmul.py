@@ -64,10 +64,10 @@ def test_bits_equal_float32_and_are_batch_invariant(outputs: int, inputs: int, b
     exact = x.astype(np.float64) @ wide.T.astype(np.float64)
     for isa in isas():
         with build_library.lowered_isa(isa):
-            (wanted,) = run(x, [jnp.asarray(wide)])
-            np.testing.assert_allclose(wanted, exact, atol=1e-5 * np.abs(exact).max())
+            (expected,) = run(x, [jnp.asarray(wide)])
+            np.testing.assert_allclose(expected, exact, atol=1e-5 * np.abs(exact).max())
             for rows in (1, 2, 5, 200):
-                np.testing.assert_array_equal(run(x[:rows], [tensor])[0], wanted[:rows], isa)
+                np.testing.assert_array_equal(run(x[:rows], [tensor])[0], expected[:rows], isa)
 
 
 def test_forms_of_a_product() -> None:

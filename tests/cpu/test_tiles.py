@@ -25,7 +25,7 @@ def test_kernels_in_emulated_tiles() -> None:
     here = os.path.dirname(__file__)
     env = os.environ | {build_library.LOWER: "amx", build_library.FLAGS: "-DJINFER_TILES_EMULATED"}
     shown = "from jinfer.cpu import build_library as build; print(build.isa())"
-    said = subprocess.check_output([sys.executable, "-c", shown], env=env, text=True)
-    assert said.strip() == "amx"
+    stated = subprocess.check_output([sys.executable, "-c", shown], env=env, text=True)
+    assert stated.strip() == "amx"
     tests = [os.path.join(here, name) for name in TESTED]
     subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=env, check=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from jinfer.quant_format import F16_AS_INT, QuantFormat
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 from tests.cpu.test_quantized_matmul import (
     activations,
@@ -39,9 +39,9 @@ def wide(
 
 def rounded_to_14_bits(x: np.ndarray) -> np.ndarray:
     blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
-    most = np.abs(blocks).max(axis=-1, keepdims=True)
-    inverse = np.divide(LIMIT, most, out=np.zeros_like(most), where=most >= 1e-30)
-    values = np.rint(blocks * inverse) * (most / LIMIT)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    inverse = np.divide(LIMIT, largest, out=np.zeros_like(largest), where=largest >= 1e-30)
+    values = np.rint(blocks * inverse) * (largest / LIMIT)
     return values.reshape(len(x), -1)[:, : x.shape[1]]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -145,67 +147,60 @@ def test_an_answer_is_all_that_is_printed() -> None:
     assert found[1].out == ""
 
 
-def test_another_specification() -> None:
+def differing(
+    *messages: str,
+    sources: Sequence[str] = (GOLDEN, GOLDEN),
+    more: Sequence[Sequence[str]] = ((), ()),
+    variables: Sequence[dict[str, Any]] = ({}, {}),
+    keys: Sequence[str] = PLAN,
+) -> None:
+    """Two processes with other sources, flags or variables end with the same line."""
     port = free_port()
-    more: list[list[str]] = [[], ["--set", "engine.slots=3"]]
-    job = [started([*GENERATE, *PLAN, *flags(port, 2, rank), *more[rank]]) for rank in range(2)]
-    for each in ran(job):
-        assert each.status == 2
-        assert each.err.count("\n") <= 3, each.err
-        assert "process 1 has another specification than process 0" in each.err
-
-
-def test_a_process_without_the_checkpoint() -> None:
-    """All processes report the error of the one that has it, and none has a traceback."""
-    port = free_port()
-    sources = [GOLDEN, "tests/goldens/missing"]
     job = [
-        started(["-m", "jinfer.generate", source, *GENERATE[3:], *PLAN, *flags(port, 2, rank)])
-        for rank, source in enumerate(sources)
+        started(
+            ["-m", "jinfer.generate", source, *GENERATE[3:], *keys, *flags(port, 2, rank), *own],
+            **names,
+        )
+        for rank, (source, own, names) in enumerate(zip(sources, more, variables, strict=True))
     ]
     for each in ran(job):
         assert each.status == 2, each
-        assert "process 1: " in each.err
-        assert "tests/goldens/missing" in each.err
+        assert all(message in each.err for message in messages), each.err
         assert "Traceback" not in each.err
+        assert each.err.count("\n") <= 3, each.err
+
+
+def test_another_specification() -> None:
+    message = "process 1 has another specification than process 0"
+    differing(message, more=((), ("--set", "engine.slots=3")))
+
+
+def test_a_process_without_the_checkpoint() -> None:
+    """All processes report the error of the process that has it."""
+    missing = "tests/goldens/missing"
+    differing("process 1: ", missing, sources=(GOLDEN, missing))
 
 
 @pytest.mark.skipif(own_isa() in (None, "portable", "neon"), reason="of processors with AVX2")
 def test_another_processor() -> None:
-    """What one multiplies as whole numbers the other does not: they would hold other arrays."""
-    port = free_port()
-    parts = ["--set", "partition.devices=0;1"]
-    job = [
-        started([*GENERATE, *parts, *flags(port, 2, rank)], JINFER_ISA=isa)
-        for rank, isa in enumerate(("avx2", "portable"))
-    ]
-    for each in ran(job):
-        assert each.status == 2
-        assert each.err.count("\n") <= 3, each.err
-        assert "process 1 has another processor than process 0" in each.err
-        assert 'set quantization.activations = "float"' in each.err
+    """Where one multiplies whole numbers and the other does not, arrays would differ."""
+    isas = [{"JINFER_ISA": isa} for isa in ("avx2", "portable")]
+    keys = ["--set", "partition.devices=0;1"]
+    remedy = 'set quantization.activations = "float"'
+    message = "process 1 has another processor than process 0"
+    differing(message, remedy, variables=isas, keys=keys)
 
 
 @pytest.mark.soak
 def test_other_weights(tmp_path: Path) -> None:
-    """A checkpoint of the same shapes is another one all the same."""
+    """Checkpoints of the same shapes are told apart by their bytes."""
     copy = tmp_path / "llama2"
-    copy.mkdir()
-    for file in Path(GOLDEN).iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(GOLDEN, copy)
     weights = next(copy.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-4096:] = bytes(byte ^ 1 for byte in content[-4096:])
     weights.write_bytes(content)
-    port = free_port()
-    sources = [GOLDEN, str(copy)]
-    job = [
-        started(["-m", "jinfer.generate", source, *GENERATE[3:], *PLAN, *flags(port, 2, rank)])
-        for rank, source in enumerate(sources)
-    ]
-    for each in ran(job):
-        assert each.status == 2
-        assert "process 1 has another checkpoint than process 0" in each.err
+    differing("process 1 has another checkpoint than process 0", sources=(GOLDEN, str(copy)))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def used(folder: Path, header: Header) -> set[str]:
     spec, unread = resolve_model(files, {})
     check_unused(unread, files.config, spec)
     found = find_origins(build_abstract_model(spec, jnp.float32), files.checkpoint, spec.tensors)
-    return {file.name for origin in found.values() for file in origin.files}
+    return {file.name for origin in found.values() for file in origin.tensors}
 
 
 def named(name: str) -> Header:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer import SamplingParams
-from jinfer.sampling.strategies import Strategy
+from jinfer.sampling.samplers import Strategy
 from tests.reference.numpy_blocks import (
     attention,
     gelu_erf,

@@ -130,3 +130,97 @@ def test_both_spellings_of_tensor_names(name: str, before: str, after: str, tmp_
     _, encoder = opened(folder)
     rows, _ = features(name, "a", encoder)
     assert_allclose(rows, expected(name)["features_a"], rtol=0, atol=1e-4)
+
+
+# SmolVLM's computation under other names, with sizes that no config.json has.
+MADE_UP = '''
+family  = "llama"
+weights = "weights"
+
+[dims]
+vocab        = 309
+hidden       = 64
+layers       = 2
+heads        = 4
+kv_heads     = 1
+head_dim     = 16
+intermediate = 48
+
+[image]
+placeholder = 290
+patch       = 8
+mean        = [0.5, 0.5, 0.5]
+std         = [0.5, 0.5, 0.5]
+merge       = 2
+
+[image.resize]
+kind = "fixed"
+side = 32
+
+[vision.dims]
+hidden       = 32
+layers       = 2
+heads        = 2
+kv_heads     = 2
+head_dim     = 16
+intermediate = 64
+
+[vision]
+stem  = "look(patches) + place(grid)"
+layer = """
+x = x + attend(n1(x))
+x = x + think(n2(x))
+"""
+head  = "say(join(end(x), grid))"
+
+[vision.modules]
+look   = { kind = "linear", inputs = 192, bias = true }
+place  = { kind = "grid_positions", side = 4 }
+n1     = { kind = "layer", eps = 1e-6 }
+attend = { kind = "attention", bias = true }
+n2     = { kind = "layer", eps = 1e-6 }
+think  = { kind = "mlp", activation = "gelu_pytorch_tanh", bias = true }
+end    = { kind = "layer", eps = 1e-6 }
+join   = { kind = "merge", size = 2 }
+say    = { kind = "linear", inputs = 128, outputs = 64 }
+
+[tensors]
+prefix               = { "model.text_model." = "model." }
+"vision.look"        = "eye.patches"
+"vision.place"       = "eye.places"
+"vision.{i}.n1"      = "eye.{i}.layer_norm1"
+"vision.{i}.attend.q" = "eye.{i}.self_attn.q_proj"
+"vision.{i}.attend.k" = "eye.{i}.self_attn.k_proj"
+"vision.{i}.attend.v" = "eye.{i}.self_attn.v_proj"
+"vision.{i}.attend.o" = "eye.{i}.self_attn.out_proj"
+"vision.{i}.n2"      = "eye.{i}.layer_norm2"
+"vision.{i}.think.up" = "eye.{i}.mlp.fc1"
+"vision.{i}.think.down" = "eye.{i}.mlp.fc2"
+"vision.end"         = "eye.end"
+"vision.say"         = "mouth"
+'''
+RENAMED = {
+    "model.vision_model.encoder.layers.": "eye.",
+    "model.vision_model.embeddings.patch_embedding.": "eye.patches.",
+    "model.vision_model.embeddings.position_embedding.": "eye.places.",
+    "model.vision_model.post_layernorm.": "eye.end.",
+    "model.connector.modality_projection.proj.": "mouth.",
+}
+
+
+def test_an_encoder_that_a_specification_alone_describes(tmp_path: Path) -> None:
+    held = load_file(golden("smolvlm") / "model.safetensors")
+    for before, after in RENAMED.items():
+        held = {
+            after + n.removeprefix(before) if n.startswith(before) else n: values
+            for n, values in held.items()
+        }
+    (tmp_path / "weights").mkdir()
+    save_file(held, tmp_path / "weights" / "model.safetensors")
+    config = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.toml").write_text(MADE_UP)
+    model, encoder = opened(tmp_path / "model.toml")
+    assert model.spec.image is not None
+    rows, _ = features("smolvlm", "a", encoder)
+    assert_allclose(rows, expected("smolvlm")["features_a"], rtol=0, atol=1e-4)

@@ -110,10 +110,12 @@ def write_text(name: str, path: Path) -> None:
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "context_length": 256}
     keys: dict[str, Any] = sizes | {"attention.layer_norm_rms_epsilon": 1e-6}
     keys |= {"attention.key_length": 16, "attention.value_length": 16}
-    keys |= {"attention.sliding_window": 8} if name == "gemma3" else {}
+    keys |= {"vocab_size": 320, **({"attention.sliding_window": 8} if name == "gemma3" else {})}
     shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
     shapes |= {"ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32)}
-    tensors = {f"blk.0.{key}.weight": np.ones(shape, np.float32) for key, shape in shapes.items()}
+    tensors: dict[str, np.ndarray] = {
+        f"blk.0.{key}.weight": np.ones(shape, np.float32) for key, shape in shapes.items()
+    }
     tensors |= {f"blk.0.{key}.weight": np.ones(64, np.float32) for key in ("attn_norm", "ffn_norm")}
     tensors |= {"token_embd.weight": np.ones((320, 64), np.float32)}
     tensors |= {"output_norm.weight": np.ones(64, np.float32)}

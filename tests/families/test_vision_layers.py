@@ -127,7 +127,7 @@ def doubles(tensors: Mapping[str, np.ndarray]) -> dict[str, Floats]:
 def test_paligemma(tmp_path: Path) -> None:
     shapes = projections("multi_modal_projector.", {"linear": (TEXT, HIDDEN)})
     tensors = drawn(siglip_shapes() | shapes)
-    config = {"architectures": ["PaliGemmaForConditionalGeneration"]}
+    config: dict[str, Any] = {"architectures": ["PaliGemmaForConditionalGeneration"]}
     config |= {"vision_config": SIGLIP_CONFIG}
     patches, found = encoded(tmp_path, "llava", config, tensors, (6, 6))
     t = doubles(tensors)
@@ -159,7 +159,10 @@ def test_granite_vision(tmp_path: Path) -> None:
     wide = {"linear_1": (TEXT, 2 * HIDDEN), "linear_2": (TEXT, TEXT)}
     shapes = projections("multi_modal_projector.", wide) | {"image_newline": (TEXT,)}
     tensors = drawn(siglip_shapes() | shapes)
-    config = {"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"}
+    config: dict[str, Any] = {
+        "vision_feature_layer": [-3, -1],
+        "vision_feature_select_strategy": "full",
+    }
     config |= {"vision_config": SIGLIP_CONFIG}
     patches, found = encoded(tmp_path, "llava_next", config, tensors, (6, 6))
     t = doubles(tensors)
@@ -173,7 +176,8 @@ def test_granite_vision(tmp_path: Path) -> None:
 
 def test_pixtral(tmp_path: Path) -> None:
     layer = "vision_tower.transformer.layers.{i}"
-    shapes = {"vision_tower.patch_conv.weight": (HIDDEN, 3, PATCH, PATCH)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes["vision_tower.patch_conv.weight"] = (HIDDEN, 3, PATCH, PATCH)
     shapes |= norms("vision_tower.ln_pre", bias=False)
     for i in range(LAYERS):
         prefix = layer.replace("{i}", str(i))
@@ -301,7 +305,7 @@ def test_kimi_vl(tmp_path: Path) -> None:
     t, at = doubles(tensors), places(ROWS, COLUMNS, 1)
     names = {"norm1": f"{layer}.norm0", "norm2": f"{layer}.norm1", "qkv": f"{layer}.wqkv"}
     names |= {"o": f"{layer}.wo", "up": f"{layer}.mlp.fc0", "down": f"{layer}.mlp.fc1"}
-    fields = {"pairs": "adjacent", "order": "column", "interleaved": True}
+    fields: dict[str, Any] = {"pairs": "adjacent", "order": "column", "interleaved": True}
     tower = Tower(
         names,
         LAYERS,

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jinfer.html.png_image import matrix_png
+from jinfer.html.html_page import matrix_png
 from jinfer.html.token_text import byte_text, clipped, columns_of, flowing, visible
 
 
@@ -51,7 +51,7 @@ def test_wide_characters_count_twice() -> None:
 def test_png_has_the_values() -> None:
     """Read by PNG's own rules: pixels are the values in 255ths, opaque where these are 1."""
     values = np.array([[0, 0.5, 1], [0.2, np.nan, 2]])
-    png = matrix_png(values, (1, 2, 3))
+    png = matrix_png(values)
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = {}, 8
     while at < len(png):
@@ -65,4 +65,4 @@ def test_png_has_the_values() -> None:
     opacity = chunks[b"tRNS"]
     assert (opacity[0], opacity[255]) == (0, 255)
     assert sorted(opacity) == list(opacity)
-    assert chunks[b"PLTE"][:3] == bytes([1, 2, 3])
+    assert chunks[b"PLTE"][:3] == bytes([217, 95, 2])

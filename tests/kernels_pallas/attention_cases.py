@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
-from kernels_pallas.attention.paged_attention import attend
+from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers, attend
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
 
@@ -242,11 +241,11 @@ class Case:
     def check(self, backend: str = "triton", interpret: bool = True) -> None:
         """Holds the result to the definition."""
         exact, changes = np.asarray(self.q, np.float64), self.numbers | self.arrays
-        wanted = expected(exact, self.k, self.v, self.batch, **changes)
+        reference = expected(exact, self.k, self.v, self.batch, **changes)
         got = self.run(backend, interpret=interpret)
-        assert got.shape == wanted.shape
+        assert got.shape == reference.shape
         bound = self.tolerance
-        np.testing.assert_allclose(got.astype(np.float64), wanted, atol=bound, rtol=bound)
+        np.testing.assert_allclose(got.astype(np.float64), reference, atol=bound, rtol=bound)
         assert not got[self.batch.rows == PADDING].any()
 
     def check_alone(self, backend: str = "triton", interpret: bool = True, every: int = 1) -> None:

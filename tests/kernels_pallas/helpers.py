@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import quantize_vectors
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
@@ -50,8 +50,8 @@ def random_blocks(
     scales = rng.standard_normal((*lead, -(-inputs // format.block), numbers)) * 0.01
     steps = None
     if format.two_level:  # the range of GGUF's: signed in symmetric blocks, else up to 6 bits
-        least, most = (-128, 128) if format.symmetric else (0, 64)
-        scales = rng.integers(least, most, scales.shape).astype(np.int8)
+        least, largest = (-128, 128) if format.symmetric else (0, 64)
+        scales = rng.integers(least, largest, scales.shape).astype(np.int8)
         steps = rng.standard_normal((*lead, -(-inputs // 256), numbers)) * 1e-3
         steps = steps.astype(np.float16)
     else:

@@ -1,8 +1,8 @@
 """Compiles jinfer's own programs for an H200 without one and counts the kernels of a layer.
 
 `python -m tests.kernels_pallas.programs` prints a table of all of them, or of those that are named,
-with `--kernels` the kernels of a layer too, with `--json` JSON: name -> `Counts`. JAX must be told
-of the platform before it starts, so this is a program.
+with `--kernels` the kernels of a layer too, with `--json` JSON: name -> `Counts`. JAX needs to
+know the platform before it starts, so this is a program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Counts:
     """What one layer adds to a program.
 
     Attributes:
-        kernels: what the device is told to do, copies included.
+        kernels: operations of the device, copies included.
         loops: loops of the program.
         alone: kernels outside of command buffers.
         temporary: bytes of memory for results in between, of the program with `FEW` layers.

@@ -1,6 +1,6 @@
 """Compiles kernels for an H200 without one and counts their instructions.
 
-Run as a program, because JAX must be told of the platform before it starts:
+Run as a program, because JAX needs to know the platform before it starts:
 `python -m tests.kernels_pallas.sass NAME...` prints JSON, target -> the `Code` of its kernels.
 """
 
@@ -172,8 +172,6 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx|llvm"
     # With dumps, LLVM looks its own calls up for each of Triton's remarks: ten seconds a product.
     os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
-    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -9,18 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import zero_vectors
-from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from jinfer.quant_format import FLOAT_DTYPES, FORMATS, QuantFormat, Width
 from kernels_pallas.attention.kv_layout import PackedKV
-from kernels_pallas.attention.paged_attention import attend, attend_partial
+from kernels_pallas.attention.paged_attention import (
+    QueryBatch,
+    ScoreModifiers,
+    attend,
+    attend_partial,
+)
 from kernels_pallas.attention.write_kv import HeadVectors, Rotation, WriteSlots, write_kv
 from kernels_pallas.matmul.grouped import grouped_dense_matmul, grouped_quantized_matmul
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import dequantize, matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.topk_threshold import mass_threshold
-from kernels_pallas.triton_ops import Backend
 
 Shape = jax.ShapeDtypeStruct
 
@@ -50,15 +53,15 @@ def of_gguf(name: str, rows: int) -> Target:
     return one(GGUF[name], rows)._replace(name=f"triton-{name}-{rows}")
 
 
-def one(format: QuantFormat, rows: int, backend: str = "triton") -> Target:
+def one(format: QuantFormat, rows: int) -> Target:
     """A matrix of a stack of layers."""
     matrix = shapes(format, (32,), 14336, 4096)
 
     def function(x: Any, index: Any, matrix: PackedMatrix) -> Any:
-        return matmul(x, [matrix], index=index, backend=backend)  # type: ignore[arg-type]
+        return matmul(x, [matrix], index=index)
 
     args = (Shape((rows, 4096), jnp.bfloat16), Shape((1,), jnp.int32), matrix)
-    return Target(f"{backend}-{format.name}-{rows}", function, args)
+    return Target(f"triton-{format.name}-{rows}", function, args)
 
 
 def whole(name: str) -> Target:
@@ -93,17 +96,16 @@ def gated(width: Width, rows: int = 1) -> Target:
     return Target(f"gated-q{width}" + (f"-{rows}" if rows > 1 else ""), function, args)
 
 
-def experts(width: Width, backend: Backend = "triton") -> Target:
+def experts(width: Width) -> Target:
     """Eight rows for eight experts."""
     matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
 
     def function(x: Any, offsets: Any, index: Any, matrix: PackedMatrix) -> Any:
-        return grouped_quantized_matmul(x, offsets, [matrix], index=index, backend=backend)
+        return grouped_quantized_matmul(x, offsets, [matrix], index=index)
 
     offsets = Shape((9,), jnp.int32)
     args = (Shape((8, 4096), jnp.bfloat16), offsets, Shape((1,), jnp.int32), matrix)
-    kind = "experts" if backend == "triton" else f"{backend}_experts"
-    return Target(f"{kind}-q{width}", function, args)
+    return Target(f"experts-q{width}", function, args)
 
 
 def dense_experts(rows: int) -> Target:
@@ -129,7 +131,7 @@ def adapters() -> Target:
 
 
 def rows(kind: str, width: Width, count: int = 1) -> Target:
-    """What stands before a product: a sum with another one's parts and its norm; gate and up."""
+    """A product's prologue: a sum with another product's parts and its norm; gate and up."""
     inputs = {"norm": 4096, "gate": 14336}[kind]
     like = shapes(QuantFormat(width), (), 64, inputs)
     parts = [Shape((4, 16, inputs), jnp.float32)] * 2
@@ -196,7 +198,6 @@ def attention(
     changed: bool = False,
     shared: bool = False,
     part: bool = False,
-    backend: Backend = "triton",
     name: str = "",
     **options: Any,
 ) -> Target:
@@ -208,7 +209,6 @@ def attention(
         changed: scores are changed in every way that there is.
         shared: the keys are the values too.
         part: of the keys in one place, without sinks.
-        backend: of `attend`.
         options: of `ScoreModifiers`.
     """
     lead = (rows * 128, heads[1], 64)
@@ -230,22 +230,10 @@ def attention(
         scores = ScoreModifiers(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
         if part:
             scores = scores._replace(sinks=None)
-            return attend_partial(q, keys, values, queries, scores, backend=backend)
-        return attend(q, keys, values, queries, scores, backend=backend)
+            return attend_partial(q, keys, values, queries, scores)
+        return attend(q, keys, values, queries, scores)
 
-    kernel = "attention" if backend == "triton" else f"{backend}_attention"
-    return Target(f"{kernel}-{kind}-{name or f'{tokens}-{dim}'}", function, args)
-
-
-def mosaic_attention() -> list[Target]:
-    """Decoding and prompts by the Mosaic kernel."""
-    return [
-        attention("bf16", backend="mosaic"),
-        attention("f16", 512, backend="mosaic"),
-        attention("bf16", dim=256, backend="mosaic"),
-        attention("bf16", dim=80, backend="mosaic"),
-        attention("f16", dim=64, softcap=30.0, part=True, backend="mosaic", name="part"),
-    ]
+    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, args)
 
 
 def compiled_targets() -> list[Target]:
@@ -288,9 +276,4 @@ def compiled_targets() -> list[Target]:
         attention("f32", dim=256),
         attention("bf16", dim=640),
         attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),
-        *mosaic_attention(),
-        *(one(QuantFormat(width), 1, "mosaic") for width in widths),
-        one(QuantFormat("4", 128, symmetric=True), 1, "mosaic"),
-        one(QuantFormat("4"), 64, "mosaic"),
-        experts("4", "mosaic"),
     ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from kernels_pallas.matmul.prologue import (
     Compute,
     PrologueOperand,
@@ -28,7 +28,7 @@ from tests.kernels_pallas.targets import shapes
 
 
 def residual(values: Sequence[Array], rows: Reductions) -> list[Array]:
-    """What stands before a feed-forward block: a sum with a product's parts, and its norm."""
+    """The prologue of a feed-forward block: a sum with a product's parts, and its norm."""
     x, parts, weight, bias, scale, width = values
     x = (x.astype(jnp.float32) * scale + parts).astype(x.dtype)
     y = x.astype(jnp.float32)
@@ -120,21 +120,21 @@ def test_rows(kind: str, format: Any, rows: int, width: int, *, apart: bool) -> 
     def both(arrays: Sequence[Array]) -> Any:
         own = [PrologueOperand(array, one.kind) for array, one in zip(arrays, given, strict=True)]
         found, others = prepare_rows(own, compute, rows, like, extra, apart=apart, interpret=True)
-        wanted = prepare_rows_reference(own, compute, rows, like, apart=apart)
-        return (found.x, found.factors, others), wanted
+        reference = prepare_rows_reference(own, compute, rows, like, apart=apart)
+        return (found.x, found.factors, others), reference
 
-    (x, factors, others), wanted = both([one.array for one in given])
+    (x, factors, others), reference = both([one.array for one in given])
     assert x.shape == (rows, like.superblocks, 16 * like.per_code, 2 * like.columns)
     assert factors.shape == ((rows, like.superblocks) if apart else (rows,))
     found, expected = (
         rounded.astype(jnp.float32) * of_each.reshape(rows, -1, 1, 1)
-        for rounded, of_each in ((x, factors), wanted[:2])
+        for rounded, of_each in ((x, factors), reference[:2])
     )
     size = float(jnp.max(jnp.abs(expected), initial=0, where=jnp.isfinite(expected)))
     if kind == "alone":  # to the bit
-        np.testing.assert_array_equal(x, wanted[0])
-        np.testing.assert_array_equal(factors, wanted[1])
+        np.testing.assert_array_equal(x, reference[0])
+        np.testing.assert_array_equal(factors, reference[1])
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=size * 1e-4)
-    for other, one in zip(others, wanted[2], strict=True):
+    for other, one in zip(others, reference[2], strict=True):
         assert other.dtype == jnp.bfloat16
         np.testing.assert_allclose(other.astype(jnp.float32), one.astype(jnp.float32), rtol=1e-2)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from kernels_pallas.matmul.triton import numbers_of, operands, weights
 from kernels_pallas.matmul.weight_layout import arrange_inputs
 from tests.arrays import on_device

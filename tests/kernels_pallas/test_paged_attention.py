@@ -111,7 +111,7 @@ def test_common_beginnings(backend: str) -> None:
 
 @BACKENDS
 def test_over_an_encoders_tokens(backend: str) -> None:
-    """Cross-attention: all queries see the same keys, whatever their positions."""
+    """Cross-attention: all queries see the same keys at any positions."""
     Case(("f16", "q8"), ((1, 0, 3), (0, 900, 1)), last=99, dtype=jnp.float32).check(backend)
 
 
@@ -249,7 +249,7 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
     def cut(rows: jax.Array, last: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         power = pieces.split_powers(jnp.zeros_like(last), last, 128)
         runs = pieces.runs(rows, power)
-        short = runs.length <= launches[0].most
+        short = runs.length <= launches[0].max_tokens
         chosen = [runs.real] if len(launches) == 1 else [short, ~short]
         return power, [
             pieces.first_tokens(runs, *each) for each in zip(chosen, launches, strict=True)
@@ -269,7 +269,7 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
         covered = np.zeros(count, int)
         for launch, begins in zip(launches, firsts, strict=True):
             for first in begins[begins < count]:
-                piece = np.arange(first, min(first + launch.most, count))
+                piece = np.arange(first, min(first + launch.max_tokens, count))
                 same = (rows[piece] == rows[first]) & (power[piece] == power[first])
                 covered[piece[same]] += 1
         np.testing.assert_array_equal(covered, rows != PADDING)
@@ -279,6 +279,6 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
 def test_codes_follow_the_caches_layout(kind: str) -> None:
     """Against the definition; where float32 rounds otherwise, a number is a step off."""
     x = np.random.default_rng(0).standard_normal((2, 1, 50, 100)).astype(np.float32)
-    got, wanted = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)
-    assert np.mean(np.abs(got - wanted) > 1e-5) < 2e-3
-    np.testing.assert_allclose(got, wanted, atol=2)
+    got, expected = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)
+    assert np.mean(np.abs(got - expected) > 1e-5) < 2e-3
+    np.testing.assert_allclose(got, expected, atol=2)

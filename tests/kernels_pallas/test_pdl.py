@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant_format import QuantFormat
 from tests.kernels_pallas.targets import (
     attention,
     dense_experts,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jinfer.loader.weights.gguf_blocks import REPACKED_FORMATS as GGUF
-from jinfer.modelspec.quant_format import FORMATS
+from jinfer.quant_format import FORMATS
 from tests.kernels_pallas.sass import instructions, name_of, tools
 from tests.kernels_pallas.targets import compiled_targets
 
@@ -21,7 +21,6 @@ NAMES = [target.name for target in compiled_targets()]
 # two.
 BUDGET = {"q2": 2.2, "q3": 2.5, "q3.5": 3.1, "q4": 2.3, "q5": 3.2, "q6": 3.2, "q8": 2.7}
 BUDGET |= {"Q2_K": 2.8, "Q3_K": 2.9, "Q4_K": 2.6, "Q6_K": 3.4, "IQ4_XS": 3.9, "MXFP4": 3.2}
-MOSAIC = {"q2": 2.6, "q3": 3.2, "q3.5": 3.9, "q4": 2.9, "q5": 3.8, "q6": 3.8, "q8": 3.7}
 # The same for a number of keys and values, of which 16 rows of queries take no more than one does;
 # about 1.2 of them write a split's sums, which most rounds of the loop pass over.
 ATTENTION_BUDGET = {"plain": 4.3, "codes": 7.2}
@@ -49,7 +48,7 @@ def test_code(name: str) -> None:
     codes: list[dict[str, Any]] = json.loads(out.splitlines()[-1])[name]
     assert all(code["spilled"] == 0 for code in codes)
     kind, width, *rest = name.split("-")
-    assert kind.startswith("mosaic") or all(code["early"] for code in codes)
+    assert all(code["early"] for code in codes)
     # Here pools are not given away, so they are copied once; `test_programs` has them in place.
     assert kind == "entering" or all(code["copies"] == [] for code in codes)
     width = width.partition("_")[0] if width not in GGUF else width
@@ -75,19 +74,13 @@ def check(code: dict[str, Any], kind: str, width: str, rest: list[str]) -> None:
         assert any(op.startswith(("HGMMA", "HMMA")) for op in counts)
     if kind == "attention" and width != "f32":  # one instruction for every tile: one order of sums
         assert not any(op.startswith("HGMMA") for op in counts)
-    if kind.startswith("mosaic"):
-        assert any(op.startswith("HGMMA") for op in counts)
-        assert any(op.startswith("UTMALDG") for op in counts) or kind == "mosaic", counts
-    elif (
-        kind == "attention" and width in FORMATS
-    ):  # words stand apart; copied while others are used
+    if kind == "attention" and width in FORMATS:  # words are copied while others are used
         assert any(op.startswith("LDGSTS.E") for op in counts), counts
     else:
         assert any(op.startswith("LDGSTS.E.BYPASS.128") or "LDG.E.128" in op for op in counts)
-    if kind in ("triton", "mosaic") and rest == ["1"]:
+    if kind == "triton" and rest == ["1"]:
         # Of a superblock of 1,024 weights a warp has 16 rows.
-        most = (BUDGET if kind == "triton" else MOSAIC)[width]
-        assert code["loop"] * 32 / (16 * 1024) < most
+        assert code["loop"] * 32 / (16 * 1024) < BUDGET[width]
     if kind == "attention" and rest == ["1", "128"] and width != "f32":
         # 128 threads, 64 keys and values
         budget = ATTENTION_BUDGET["codes" if width in FORMATS else "plain"]

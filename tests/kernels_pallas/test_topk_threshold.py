@@ -22,7 +22,7 @@ def logits() -> np.ndarray:
     return x
 
 
-def test_the_greatest_that_weigh_enough(logits: np.ndarray) -> None:
+def test_threshold_of_the_greatest_values(logits: np.ndarray) -> None:
     weights = np.random.default_rng(1).integers(0, 8, logits.shape).astype(np.float32)
     mass = np.floor(weights.sum(axis=1) * np.array([0.3, 0.001, 1.0], np.float32))  # sums are exact
     with target_platform("gpu", interpret=True):

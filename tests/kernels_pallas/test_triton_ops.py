@@ -7,12 +7,12 @@ WITHOUT = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it fails
 import kernels_pallas
-from jinfer.ops import gpu_backend as kernels
-print(kernels.selected_backend())
+from jinfer.ops.backend import selected_backend
+print(selected_backend())
 """
 
 
-def test_mosaic_kernels_are_taken_without_triton() -> None:
+def test_xla_is_the_back_end_without_triton() -> None:
     program = [sys.executable, "-W", "ignore", "-c", WITHOUT]
     out = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["mosaic"]
+    assert out.stdout.split() == ["xla"]

@@ -55,7 +55,7 @@ def parameters(source: Path) -> dict[str, Any]:
     opened = open_files(source, {})
     spec, _ = resolve_model(opened, {})
     origins = find_origins(build_abstract_model(spec, "float32"), opened.checkpoint, spec.tensors)
-    return {name: origin.files[0] for name, origin in origins.items()}
+    return {name: origin.tensors[0] for name, origin in origins.items()}
 
 
 def embedding_of(name: str) -> str:

@@ -52,3 +52,11 @@ def test_reading_a_table_is_not_reading_what_is_in_it() -> None:
     assert table["inner"]["a"] + lookup("c") == 4
     assert lookup("rope_theta") == 5.0
     assert asked == {"rope_parameters.inner.a", "rope_parameters.rope_theta", "c"}
+
+
+def test_a_number_in_a_key_is_an_index_of_a_list() -> None:
+    lookup = lookup_in({"top_k": [8, 6], "layers": [{"width": 3}], "count": 5})
+    assert (lookup("top_k.1"), lookup("layers.0.width")) == (6, 3)
+    for key in ("top_k.2", "layers.1.width", "count.0", "top_k.last"):
+        with pytest.raises(MissingKey, match=key):
+            lookup(key)

@@ -80,6 +80,17 @@ def test_layer_types_of_lfm2_have_defaults() -> None:
     assert kinds(without_layer_types("lfm2")) == [True] * 4
 
 
+@pytest.mark.parametrize("layers", [7, 8, 14])
+def test_layer_types_of_gemma4_have_defaults(layers: int) -> None:
+    """Every sixth layer and the last one see the whole text; the last two take earlier keys."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    types = [kinds[i % 6] for i in range(layers - 1)] + ["full_attention"]
+    sizes = {"num_hidden_layers": layers, "num_kv_shared_layers": 1 + (layers == 8)}
+    config = json.loads((GOLDENS / "gemma4" / "config.json").read_text()) | sizes
+    given = resolved_family("gemma4", facts(config | {"layer_types": types}))
+    assert without_layer_types("gemma4", **sizes) == given
+
+
 def spec_head(spec: ModelSpec) -> HeadSpec:
     head = dict(spec.shared)["logits"]
     assert isinstance(head, HeadSpec)

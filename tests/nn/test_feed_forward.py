@@ -28,6 +28,7 @@ DEFINITIONS: dict[str, Callable[[Floats], Floats]] = {
     "relu2": numpy_blocks.relu_squared,
     "sigmoid": numpy_blocks.sigmoid,
     "tanh": numpy_blocks.tanh,
+    "softplus": numpy_blocks.softplus,
 }
 VALUES = np.concatenate([np.linspace(-12, 12, 97), [-1e4, -100.0, 0.0, 100.0]])
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.quant_format import parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     AttentionMetadata,
@@ -25,6 +24,7 @@ from jinfer.ops.attention.kv_cache import (
 )
 from jinfer.quant.bit_packing import unpack
 from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.quant_format import parse_cache_dtype
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats
 

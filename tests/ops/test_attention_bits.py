@@ -1,4 +1,4 @@
-"""The same bits in any company: a token's attention by the custom call does not depend on the
+"""Batch invariance: a token's attention by the custom call does not depend on the
 batch, the chunks in which its sequence came, the places of its blocks or the number of threads."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import FORMATS
 from jinfer.ops.attention.kv_cache import AttentionMetadata, CacheShape, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_text, extend
+from jinfer.quant_format import FORMATS
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (
@@ -110,7 +110,7 @@ class Work:
         return got[:count], cache
 
     def schedule(self, chance: np.random.Generator, tables: np.ndarray) -> Any:
-        """All tokens, in chunks of any size that any sequences' chunks stand beside."""
+        """All tokens, in chunks of any size, in batches with any other sequences."""
         parts: list[list[np.ndarray]] = [[] for _ in self.lengths]
         done, cache = [0] * len(self.lengths), self.empty()
         while done != self.lengths:
@@ -159,8 +159,8 @@ def test_any_schedule_gives_the_same_bits(data: st.DataObject) -> None:
             assert np.array_equal(alone[0], got[row][t])
             for head in {0, work.q[0].shape[1] - 1}:
                 kv = keys[row][:, head // group], values[row][:, head // group]
-                wanted = attended(work.q[row][t, head], *kv, t, t, head, **rules)
-                np.testing.assert_allclose(got[row][t, head], wanted, atol=1e-5, rtol=1e-5)
+                expected = attended(work.q[row][t, head], *kv, t, t, head, **rules)
+                np.testing.assert_allclose(got[row][t, head], expected, atol=1e-5, rtol=1e-5)
 
 
 PROGRAM = """
@@ -197,7 +197,7 @@ def test_threads_do_not_change_bits(kind: str) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("tokens", [20, 100, 700])
 def test_text_is_independent_of_other_texts(tokens: int) -> None:
-    """Padding and company change no bit of it."""
+    """Padding and other sequences change no bit."""
     rules = ScoreRules(SCALE, window=90, ahead=90)
     q, k, v = random(1, 3, tokens, 4, 40), random(2, 3, tokens, 2, 40), random(3, 3, tokens, 2, 40)
     lengths = [tokens, tokens // 2, tokens - 3]
@@ -293,8 +293,8 @@ def test_old_keys_of_a_long_text(kind: str, window: int | None) -> None:
         for head in (0, heads - 1):
             kv = [x[:, head // 3] for x in stored]
             q, at = np.asarray(new[0][t, head], np.float64), begin + t
-            wanted = attended(q, kv[0], kv[1], at, at, head, **rules)
-            np.testing.assert_allclose(got[t, head], wanted, atol=0.01 * np.abs(stored[1]).max())
+            expected = attended(q, kv[0], kv[1], at, at, head, **rules)
+            np.testing.assert_allclose(got[t, head], expected, atol=0.01 * np.abs(stored[1]).max())
 
 
 @pytest.mark.usefixtures("isa")

@@ -10,7 +10,6 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention import paged_attention
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
@@ -24,6 +23,7 @@ from jinfer.ops.attention.paged_attention import attend, attend_text, extend
 from jinfer.ops.attention.xla import extend_xla
 from jinfer.ops.backend import target_platform
 from jinfer.quant.kv_vectors import zero_vectors
+from jinfer.quant_format import FORMATS, parse_cache_dtype
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of
@@ -122,9 +122,9 @@ def check(kind: str, name: str, tokens: int = 3) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     ends = [298, 40, 128]
     k64, v64 = (sequences(part, tables, ends) for part in cache[:2])
-    wanted = expected(np.asarray(q, np.float64), k64, v64, runs, **rules)
+    reference = expected(np.asarray(q, np.float64), k64, v64, runs, **rules)
     assert got.dtype == q.dtype
-    assert_allclose(got, wanted, atol={"f32": 1e-5, "bf16": 1e-2}.get(kind, 4e-3))
+    assert_allclose(got, reference, atol={"f32": 1e-5, "bf16": 1e-2}.get(kind, 4e-3))
 
 
 @pytest.mark.usefixtures("_interpreted")
@@ -136,8 +136,8 @@ def test_keys_that_are_the_values_too(kind: str) -> None:
     q, k = (on_device(random(2, 2, heads, 80), jnp.float32) for heads in (8, 1))
     got, cache = jitted(extend, {})(q, k, None, cache, placed(runs, tables))
     kept = sequences(cache.keys, tables, [100])
-    wanted = expected(np.asarray(q, np.float64), kept, kept, runs)
-    assert_allclose(got, wanted, atol=1e-2 if kind == "bf16" else 4e-3)
+    reference = expected(np.asarray(q, np.float64), kept, kept, runs)
+    assert_allclose(got, reference, atol=1e-2 if kind == "bf16" else 4e-3)
 
 
 @pytest.mark.usefixtures("_interpreted")
@@ -167,8 +167,8 @@ def test_whole_texts(window: int | None) -> None:
         for token in range(0, length, 5):
             for head in range(4):
                 of = k[text, :length, head // 2], v[text, :length, head // 2]
-                wanted = attended(q[text, token, head], *of, token, length - 1, head, **rules)
-                assert_allclose(got[text, token, head], wanted, atol=1e-5)
+                reference = attended(q[text, token, head], *of, token, length - 1, head, **rules)
+                assert_allclose(got[text, token, head], reference, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_on_gpu")
@@ -217,13 +217,5 @@ def test_choice_of_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", "1")
     assert route(q, even, even, rules) == "xla"
     monkeypatch.delenv("JINFER_NO_KERNELS")
-    monkeypatch.setenv("JINFER_KERNELS", "mosaic")
-    assert route(q, even, even, rules) == "gpu"
-    assert route(q, codes, None, rules) == "xla"
-    assert route(q, even, even, ScoreRules(1.0, by_distance=jnp.zeros((2, 8)))) == "xla"
-    monkeypatch.setenv("JINFER_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="no kernels 'cuda'; give triton or mosaic"):
-        route(q, even, even, rules)
-    monkeypatch.delenv("JINFER_KERNELS")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert route(q, even, even, rules) == "xla"

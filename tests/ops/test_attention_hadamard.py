@@ -36,9 +36,9 @@ def test_parts() -> None:
 def test_rotation_keeps_scores(size: int) -> None:
     q, k = drawn(size), drawn(size, 4)
     a, b = hadamard(q, query=True), hadamard(k, query=False)
-    wanted = np.einsum("thd,shd->ths", *(np.asarray(x, np.float64) for x in (q, k)))
+    expected = np.einsum("thd,shd->ths", *(np.asarray(x, np.float64) for x in (q, k)))
     got = np.einsum("thd,shd->ths", *(np.asarray(x, np.float64) for x in (a, b)))
-    np.testing.assert_allclose(got, wanted, atol=2e-6 * size)
+    np.testing.assert_allclose(got, expected, atol=2e-6 * size)
 
 
 @pytest.mark.parametrize("query", [False, True])
@@ -46,12 +46,12 @@ def test_bits(query: bool) -> None:
     """Of each set of instructions, and of XLA's operations, for any number of tokens."""
     for size in (6, 64, 80):
         x = drawn(size)
-        wanted = np.asarray(jax.jit(partial(hadamard_reference, query=query))(x))
+        expected = np.asarray(jax.jit(partial(hadamard_reference, query=query))(x))
         for isa in isas():
             with build_library.lowered_isa(isa):
                 turn = jax.jit(partial(hadamard, query=query))
-                np.testing.assert_array_equal(np.asarray(turn(x)), wanted)
-                np.testing.assert_array_equal(np.asarray(turn(x[:1])), wanted[:1])
+                np.testing.assert_array_equal(np.asarray(turn(x)), expected)
+                np.testing.assert_array_equal(np.asarray(turn(x[:1])), expected[:1])
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -68,8 +68,8 @@ def test_narrow_types_are_rounded_once() -> None:
     x = drawn(64).astype(jnp.bfloat16)
     got = hadamard(x, query=True)
     assert got.dtype == jnp.bfloat16
-    wanted = hadamard(x.astype(jnp.float32), query=True).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+    expected = hadamard(x.astype(jnp.float32), query=True).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")

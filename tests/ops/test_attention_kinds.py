@@ -13,7 +13,6 @@ from numpy.testing import assert_allclose
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import ISAS
-from jinfer.modelspec.quant_format import FORMATS, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,
     CacheShape,
@@ -22,10 +21,12 @@ from jinfer.ops.attention.kv_cache import (
     zero_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference, extend
+from jinfer.ops.attention.paged_attention import attend, extend
 from jinfer.ops.attention.xla import attend_xla, extend_xla
+from jinfer.quant_format import FORMATS, parse_cache_dtype
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import (
     SCALE,
     Run,
@@ -99,9 +100,9 @@ def test_against_numpy(form: Any, kind: str) -> None:
     # Where float32 and float64 round a number to neighbouring codes, it is a step of few bits.
     tolerance = 1e-5 if kind[0] == "f" else 0.02
     keys, values = ([kept(x, kind) for x in part] for part in (keys, values))
-    wanted = expected(q, keys, values, runs)
-    assert_allclose(got, wanted, atol=tolerance)
-    assert np.sqrt(np.mean((got - wanted) ** 2)) < tolerance / 5
+    target = expected(q, keys, values, runs)
+    assert_allclose(got, target, atol=tolerance)
+    assert np.sqrt(np.mean((got - target) ** 2)) < tolerance / 5
 
 
 @pytest.mark.parametrize(("form", "kind", "shared"), EACH)
@@ -135,9 +136,9 @@ def test_the_definition_on_a_quantized_cache(kind: str) -> None:
     cache, at = filled(kind, keys, values, tables), placed([Run(0, 280)], tables)
     arguments = f32(random(3, 1, 4, 32)), *cache[:2], at, at.positions, ScoreRules(SCALE)
     *arrays, rules = arguments
-    wanted = jax.jit(partial(attend_reference, rules=rules))(*arrays)
+    target = jax.jit(partial(attend_reference, rules=rules))(*arrays)
     for form in (attend, attend_xla):
-        assert_allclose(jax.jit(partial(form, rules=rules))(*arrays), wanted, atol=2e-6)
+        assert_allclose(jax.jit(partial(form, rules=rules))(*arrays), target, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -147,11 +148,11 @@ def test_queries_of_other_types(dtype: Any, kind: str) -> None:
     cache = filled(kind, [random(1, 80, 2, 64)], [random(2, 80, 2, 64)], tables)
     q, at = on_device(random(3, 9, 4, 64), dtype), placed([Run(0, 60, 9)], tables)
     got = attend(q, *cache[:2], at, at.positions, ScoreRules(SCALE))
-    wanted = attend(q.astype(jnp.float32), *cache[:2], at, at.positions, ScoreRules(SCALE))
+    target = attend(q.astype(jnp.float32), *cache[:2], at, at.positions, ScoreRules(SCALE))
     assert got.dtype == dtype
     # XLA's operations decode to the queries' type, too.
     tolerance = 2e-3 if build_library.available() else 0.02
-    assert_allclose(np.asarray(got, np.float32), wanted, atol=tolerance, rtol=2**-8)
+    assert_allclose(np.asarray(got, np.float32), target, atol=tolerance, rtol=2**-8)
 
 
 @FORMS

@@ -21,8 +21,9 @@ from jinfer.ops.attention.kv_cache import (
     zero_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference
+from jinfer.ops.attention.paged_attention import attend
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import Run, placed, tables_of
 
 BLOCKS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -76,14 +77,14 @@ def test_write(runs: list[Run]) -> None:
     at = placed(runs, tables)
     new = jax.jit(write_cache)(old, on_device(keys), on_device(values), at)
     for got, before, given in zip(new[:2], old[:2], (keys, values), strict=True):
-        wanted, t = np.array(before), 0
+        expected, t = np.array(before), 0
         for run in runs:
             for position in range(run.start, run.start + run.length):
                 if run.row >= 0:
                     block = tables[run.row, position // BLOCK]
-                    wanted[block, :, position % BLOCK] = given[t]
+                    expected[block, :, position % BLOCK] = given[t]
                 t += 1
-        assert np.array_equal(got, wanted)
+        assert np.array_equal(got, expected)
 
 
 @pytest.mark.parametrize(

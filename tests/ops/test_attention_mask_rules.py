@@ -11,12 +11,11 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import (
     attend,
-    attend_reference,
     attend_text,
-    attend_text_reference,
 )
 from jinfer.ops.attention.xla import attend_text_xla, attend_xla
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference, attend_text_reference
 from tests.ops.paged import SCALE, Run, attended, expected, f32, filled, placed, random, tables_of
 from tests.reference.numpy_blocks import Floats
 
@@ -68,25 +67,25 @@ def whole_texts(form: Any, tokens: int, lengths: list[int], **rules: Any) -> tup
     """What the form gives, and the definition."""
     q, k = random(40, len(lengths), tokens, 4, HEAD_DIM), random(41, len(lengths), tokens, 2, 8)
     v = random(42, len(lengths), tokens, 2, 5)
-    wanted = np.zeros((len(lengths), tokens, 4, 5))
+    target = np.zeros((len(lengths), tokens, 4, 5))
     for row, length in enumerate(lengths):
         k[row, length:] = v[row, length:] = q[row, length:] = np.nan  # padding
         for t in range(length):
             for head in range(4):
                 kv = k[row, :length, head // 2], v[row, :length, head // 2]
-                wanted[row, t, head] = attended(q[row, t, head], *kv, t, length, head, **rules)
+                target[row, t, head] = attended(q[row, t, head], *kv, t, length, head, **rules)
     got = jax.jit(lambda *x: form(*x, ScoreRules(SCALE, **rules)))(
         f32(q), f32(k), f32(v), on_device(lengths, jnp.int32)
     )
-    return np.asarray(got, np.float64), wanted
+    return np.asarray(got, np.float64), target
 
 
 @TEXTS
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_whole_texts(form: Any, name: str) -> None:
     """Every token sees every other one of its own text; padding gets zeros."""
-    got, wanted = whole_texts(form, 20, [20, 7, 0, 13], **RULES[name])
-    assert_allclose(got, wanted, atol=3e-6)
+    got, target = whole_texts(form, 20, [20, 7, 0, 13], **RULES[name])
+    assert_allclose(got, target, atol=3e-6)
 
 
 @TEXTS
@@ -95,8 +94,8 @@ def test_rules_of_whole_texts(form: Any, name: str) -> None:
 )
 def test_looking_ahead(form: Any, window: int) -> None:
     """Each token sees as far ahead as back; texts longer than a step."""
-    got, wanted = whole_texts(form, 301, [301, 64], window=window, ahead=window)
-    assert_allclose(got, wanted, atol=3e-6)
+    got, target = whole_texts(form, 301, [301, 64], window=window, ahead=window)
+    assert_allclose(got, target, atol=3e-6)
 
 
 @TEXTS
@@ -107,8 +106,8 @@ def test_a_bias_of_whole_texts(form: Any) -> None:
         by_head = jnp.arange(1, 5, dtype=jnp.float32)[None, :, None, None]
         return jnp.cos(distance[:, None].astype(jnp.float32)) * by_head
 
-    def by_distance(lowest: int, most: int) -> Any:
-        return np.cos(np.arange(lowest, most + 1))[None] * np.arange(1, 5)[:, None]
+    def by_distance(lowest: int, largest: int) -> Any:
+        return np.cos(np.arange(lowest, largest + 1))[None] * np.arange(1, 5)[:, None]
 
     q, k, v = random(1, 2, 20, 4, 8), random(2, 2, 20, 2, 8), random(3, 2, 20, 2, 8)
     arguments = f32(q), f32(k), f32(v), on_device([20, 9])

@@ -108,11 +108,11 @@ def compare(
     cut = [jax.tree.map(lambda x, c=c: x[c], pool) for c in (slice(first), slice(first, None))]
     assert len({*np.sign(divided(tables, first)[0][0] + 0.5)}) == 2  # a sequence in both
     parts, after = zip(*map(part, cut, divided(tables, first)), strict=True)
-    wanted, kept = whole(pool)
+    expected, kept = whole(pool)
     found = merge_partials(parts, rules.sinks, jnp.float32)
     # Weights of a quantized cache's values are of 16 bits there, each part's by its own highest.
     rounded = form == "kernel" and kind != "f32"
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-4 if rounded else 2e-6)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4 if rounded else 2e-6)
     for one, here, there in zip(*map(jax.tree.leaves, (kept, *after)), strict=True):
         np.testing.assert_array_equal(one, np.concatenate([here, there]))
 

@@ -31,7 +31,7 @@ def test_missing_platform_is_reported_in_one_line(command: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         ("gpu", "JAX finds no gpu here; for NVIDIA's GPUs: pip install 'jinfer[cuda]'"),
         ("rocm,cuda", "JAX finds no rocm here"),
@@ -40,16 +40,16 @@ def test_missing_platform_is_reported_in_one_line(command: list[str], tmp_path: 
 )
 @pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
 def test_error_text_of_each_platform(
-    asked: str, words: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    requested: str, words: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise kind("Unable to initialize backend")
 
     monkeypatch.setattr("jax.local_devices", fail)
-    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    monkeypatch.setenv("JAX_PLATFORMS", requested)
     with pytest.raises(SwitchError) as caught:
         backend.start()
-    assert str(caught.value).startswith(f"JAX_PLATFORMS={asked}: {words}")
+    assert str(caught.value).startswith(f"JAX_PLATFORMS={requested}: {words}")
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(kind, match="Unable"):
         backend.start()

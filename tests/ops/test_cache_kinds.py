@@ -1,4 +1,4 @@
-"""Caches of every kind: what they keep, and that whatever moves a cache moves all of it."""
+"""Caches of every kind: their contents, and that copies of a cache are complete."""
 
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat, parse_cache_dtype
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     AttentionMetadata,
@@ -24,6 +23,7 @@ from jinfer.ops.attention.kv_cache import (
 )
 from jinfer.quant.bit_packing import unpack
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors, zero_vectors
+from jinfer.quant_format import FORMATS, QuantFormat, parse_cache_dtype
 from tests.arrays import on_device
 from tests.reference.numpy_cache import kept
 
@@ -68,13 +68,13 @@ def test_vectors_against_the_definition(kind: str, data: st.DataObject) -> None:
     assert vectors.shape == x.shape
     fresh = zero_vectors(x.shape, FORMATS[kind])
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, vectors)
-    got, wanted = plain(vectors), kept(x.astype(np.float64), kind)
+    got, expected = plain(vectors), kept(x.astype(np.float64), kind)
     # A number in the middle between two codes may become either; a base or scale in the middle
     # between two float16 numbers likewise, which moves its whole block by a unit in the last place.
     extreme = np.abs(x).max(axis=-1, keepdims=True)
     step = extreme * 2 / FORMATS[kind].levels * 1.1
-    assert (np.abs(got - wanted) <= 1.01 * step).all()
-    assert np.mean(np.abs(got - wanted) > 1e-3 * step + 2**-10 * extreme) < 0.01
+    assert (np.abs(got - expected) <= 1.01 * step).all()
+    assert np.mean(np.abs(got - expected) > 1e-3 * step + 2**-10 * extreme) < 0.01
 
 
 @pytest.mark.parametrize("kind", ["q4", "q3.5"])
@@ -128,8 +128,8 @@ def test_write_and_move(kind: str) -> None:
         got = plain(pool)
         name = "f16" if kind == "bf16" else kind
         tolerance = 0.02 if kind == "bf16" else 1e-5
-        wanted = kept(new.astype(np.float64), name).swapaxes(0, 1)
-        assert_allclose(got[1, :, 3:7], wanted, atol=tolerance)
+        expected = kept(new.astype(np.float64), name).swapaxes(0, 1)
+        assert_allclose(got[1, :, 3:7], expected, atol=tolerance)
         got[1, :, 3:7] = 0
         assert not got.any()
     parents = [1, 1, 0]

@@ -116,8 +116,8 @@ def assert_same(function: Callable[..., Any], arguments: Any) -> None:
     assert_equal(jax.jit(fuse_operations(function))(*arguments), jax.jit(function)(*arguments))
 
 
-def assert_equal(got: Any, wanted: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+def assert_equal(got: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
@@ -126,7 +126,7 @@ def assert_equal(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8", "q4", "q3.5"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_calls_and_bits(batch: str, kind: str) -> None:
-    """Two layers are one call, whatever the cache holds and however attention is cut."""
+    """Two layers are one call, for any cache and any cut of attention."""
     function, arguments = layers(RULES["plain"]), given(BATCHES[batch], kind)
     assert calls(lambda x: fuse_operations(function)(x, *arguments[1:]), arguments[0]) == {
         "jinfer_fused_layers": 1
@@ -178,7 +178,7 @@ def test_earlier_reader_sees_the_old_pool() -> None:
     """Who reads a pool that another attention of the call writes to sees what was there before."""
     x, (pool, _), at = given(BATCHES["one token each"], "f16")
     weights = jax.device_put([W["q"], W["o"]])
-    told = WeightPointers(table(jax.tree.leaves(weights)), range(len(jax.tree.leaves(weights))))
+    shown = WeightPointers(table(jax.tree.leaves(weights)), range(len(jax.tree.leaves(weights))))
 
     def function(w: Any, x: jax.Array, pool: LayerCache) -> tuple[jax.Array, LayerCache]:
         after, written = layer(x, pool, at, PLAIN)
@@ -187,7 +187,7 @@ def test_earlier_reader_sees_the_old_pool() -> None:
         return after + linear(out.reshape(x.shape), w[1]), written
 
     def rewritten(*given: Any) -> Any:
-        return fuse_operations(function, told)(*given)
+        return fuse_operations(function, shown)(*given)
 
     assert calls(lambda x: rewritten(weights, x, pool), x) == {"jinfer_fused_layers": 1}
     for changed in (rewritten, fuse_operations(function)):

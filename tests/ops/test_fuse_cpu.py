@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import hadamard
 from jinfer.ops.fusion.fuse_cpu import fuse_operations, fuses_for_cpu
@@ -22,6 +21,7 @@ from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
+from jinfer.quant_format import QuantFormat
 from tests.arrays import on_device
 from tests.cpu.test_quantized_matmul import matrix
 
@@ -192,8 +192,8 @@ def test_calls_and_bits(name: str, dtype: Any) -> None:
     for tokens in (1, 5, 40):
         x = np.random.default_rng(tokens).standard_normal((1, tokens, SIZE)).astype(np.float32)
         assert calls(fuse_operations(function), x) == left
-        got, wanted = jax.jit(fuse_operations(function))(x), jax.jit(function)(x)
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        got, expected = jax.jit(fuse_operations(function))(x), jax.jit(function)(x)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 def test_calibration_disables_fusion() -> None:
@@ -222,9 +222,9 @@ def test_other_arguments_and_results() -> None:
         return {"y": inner(y, n.astype(jnp.float32)), "n": n + 1, "same": x["a"]}
 
     x, n = {"a": np.ones((1, 2, SIZE), np.float32)}, jnp.int32(3)
-    got, wanted = fuse_operations(function)(x, n), function(x, n)
-    assert got.keys() == wanted.keys()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    got, expected = fuse_operations(function)(x, n), function(x, n)
+    assert got.keys() == expected.keys()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

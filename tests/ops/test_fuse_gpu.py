@@ -1,4 +1,4 @@
-"""A GPU's layers as their kernels compute them, interpreted: whatever the wiring is."""
+"""Fused layers on a GPU, kernels interpreted, for any wiring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.paged_attention import write_kv
 from jinfer.ops.backend import target_platform
@@ -22,6 +21,7 @@ from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantize_matrix import quantize
+from jinfer.quant_format import QuantFormat, Width
 from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import Tiling
 from kernels_pallas.matmul.weight_layout import PackedMatrix
@@ -244,8 +244,8 @@ def test_new_tokens_in_a_cache(pairs: int, adjacent: bool, kind: Any) -> None:
     with target_platform("gpu", interpret=True):
         assert "name=enter_cache" in str(jax.make_jaxpr(fuse_for_gpu(run))(x, W, cache))
         found, kept = jax.jit(fuse_for_gpu(run))(x, W, cache)
-        plain, wanted = jax.jit(run)(x, W, cache)
-    leaves = map(jax.tree.leaves, (kept, wanted, cache))
+        plain, expected = jax.jit(run)(x, W, cache)
+    leaves = map(jax.tree.leaves, (kept, expected, cache))
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
     step = 2 ** -(jnp.finfo(kind).nmant)
     for one, other, old in zip(*leaves, strict=True):
@@ -263,5 +263,5 @@ def test_other_operations_are_unchanged() -> None:
 
     x = on_device(np.random.default_rng(1).standard_normal((5, 7)), jnp.float32)
     with target_platform("gpu", interpret=True):
-        for found, wanted in zip(fuse_for_gpu(function)(x), function(x), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for found, expected in zip(fuse_for_gpu(function)(x), function(x), strict=True):
+            np.testing.assert_array_equal(found, expected)

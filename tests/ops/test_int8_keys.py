@@ -1,4 +1,4 @@
-"""Int8 keys beside a cache: the same bits as without them, whatever was in their memory before."""
+"""Int8 keys in addition to a cache: the same bits as without, for any contents before."""
 
 from __future__ import annotations
 

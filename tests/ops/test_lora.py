@@ -1,4 +1,4 @@
-"""Low-rank terms of several adapters beside one product."""
+"""LoRA: low-rank terms of several adapters, added to one product."""
 
 from types import SimpleNamespace
 
@@ -61,8 +61,8 @@ def test_each_row_uses_its_own_adapter(way: str, monkeypatch: pytest.MonkeyPatch
         if not slot:
             assert found[i].tobytes() == y[i].tobytes()
             continue
-        wanted = y[i] + SCALES[row] * ((A[slot - 1] @ x[i]) @ B[slot - 1])
-        np.testing.assert_allclose(found[i], wanted, rtol=1e-4, atol=1e-4)
+        expected = y[i] + SCALES[row] * ((A[slot - 1] @ x[i]) @ B[slot - 1])
+        np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
         if own:
             alone = added(x[i : i + 1], y[i : i + 1], ROWS[i : i + 1], b)
             np.testing.assert_array_equal(alone[0], found[i])
@@ -82,8 +82,8 @@ def test_matrices_in_int8(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if not slot:
             assert found[i].tobytes() == y[i].tobytes()
             continue
-        wanted = SCALES[row] * ((a[slot - 1] @ x[i]) @ b[slot - 1])
-        np.testing.assert_allclose(found[i], wanted, rtol=1e-4, atol=1e-4)
+        expected = SCALES[row] * ((a[slot - 1] @ x[i]) @ b[slot - 1])
+        np.testing.assert_allclose(found[i], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")

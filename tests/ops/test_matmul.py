@@ -52,8 +52,8 @@ def test_linear(dtype: DTypeLike, tolerance: float, rows: tuple[int, ...], biase
     got = linear(x, weight, bias if biased else None)
     assert got.dtype == dtype
     wide = [np.asarray(each, np.float64) for each in (x, weight, bias)]
-    wanted = numpy_linear(wide[0], wide[1], wide[2] if biased else None)
-    assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=1e-5)
+    expected = numpy_linear(wide[0], wide[1], wide[2] if biased else None)
+    assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=1e-5)
 
 
 def test_sums_are_accumulated_in_float32() -> None:
@@ -91,8 +91,8 @@ def test_one_matrix_of_a_stack(narrow: DTypeLike) -> None:
     x, stack, biases = random(1, 5, 40), random(2, 3, 20, 40, dtype=narrow), random(3, 3, 20)
     for index in range(3):
         got = linear_of_stack(x, stack, biases, jnp.int32(index))
-        wanted = product(x, stack[index]) + np.asarray(biases[index])
-        assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        expected = product(x, stack[index]) + np.asarray(biases[index])
+        assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not dense.reads_16_bit_weights(), reason="no custom calls")
@@ -101,8 +101,8 @@ def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
     x, gate, up = random(1, 2, 3, 40), random(2, 20, 40, dtype=narrow), random(3, 20, 40)
     got = gated_linear(x, gate, up, "relu")
     assert got is not None
-    wanted = np.maximum(product(x, gate), 0) * product(x, up)
-    assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    expected = np.maximum(product(x, gate), 0) * product(x, up)
+    assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert gated_linear(x, gate, up, "quick_gelu") is None
 
 

@@ -132,6 +132,6 @@ def test_matrices_of_different_codebooks_in_one_call() -> None:
     ]
     x = np.random.default_rng(2).standard_normal((3, 96)).astype(np.float32)
     for got, weight in zip(jax.jit(quantized_matmul)(x, weights), weights, strict=True):
-        wanted, terms = reference(x, weight)
+        target, terms = reference(x, weight)
         # Activations are rounded to 8 bits where there are custom calls.
-        assert np.abs(np.asarray(got) - wanted).max() < 0.002 * float(terms.max())
+        assert np.abs(np.asarray(got) - target).max() < 0.002 * float(terms.max())

@@ -46,14 +46,14 @@ def test_norms_against_float64(
     wide = x.astype(np.float64)
     if centered:
         wide = wide - wide.mean(-1, keepdims=True)
-    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (weight + offset)
-    wanted += bias if biased else 0
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (weight + offset)
+    expected += bias if biased else 0
     given = on_device(x), on_device(weight), on_device(bias) if biased else None
 
     def check(function: Any) -> None:
         compiled = jax.jit(partial(function, eps=1e-5, centered=centered, offset=offset))
         got = np.asarray(compiled(*given))
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
     with target_platform("tpu"):
         check(normalize)
@@ -141,9 +141,9 @@ def test_functions(name: str) -> None:
     x = np.abs(x) if name == "log1p" else x
     x = x.astype(np.float32)
     wide = x.astype(np.float64)
-    wanted = np.logaddexp(wide, 0) if name == "softplus" else getattr(np, name)(wide)
+    expected = np.logaddexp(wide, 0) if name == "softplus" else getattr(np, name)(wide)
     for isa in isas():
         with build_library.lowered_isa(isa):
             got = np.asarray(activate(name, on_device(x[None])))[0]
-        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
         assert np.isnan(activate(name, on_device(np.full((1, 3), np.nan, np.float32)))).all()

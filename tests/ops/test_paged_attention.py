@@ -14,9 +14,10 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention import xla
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import attend, attend_reference
+from jinfer.ops.attention.paged_attention import attend
 from jinfer.ops.attention.xla import PartialSoftmax, _partial, attend_xla, merge_softmax
 from tests.arrays import on_device
+from tests.ops.attention_reference import attend_reference
 from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, sequences, tables_of
 from tests.ops.paged import filled as filled_pool
 from tests.reference.numpy_blocks import Floats
@@ -149,12 +150,12 @@ def test_freed_blocks_before_the_window_are_not_read(form: Any) -> None:
     """Nothing is read through entries that no token needs, or by whom it is not seen."""
     keys, values, cache, tables = filled([600, 300], 1)
     runs, q = [Run(0, 590, 4), Run(1, 299)], random(8, 5, 2, HEAD_DIM)
-    wanted = run(form, q, cache, runs, tables, window=100)
+    target = run(form, q, cache, runs, tables, window=100)
     nan = jax.tree.map(lambda x: x.at[tables[0, :7]].set(jnp.nan), cache)
-    assert np.array_equal(run(form, q, nan, runs, tables, window=100), wanted)
+    assert np.array_equal(run(form, q, nan, runs, tables, window=100), target)
     tables[0, :7], tables[0, 10:] = 1_000_000, 1_000_000
-    assert np.array_equal(run(form, q, cache, runs, tables, window=100), wanted)
-    assert_allclose(wanted, expected(q, keys, values, runs, window=100), atol=2e-6)
+    assert np.array_equal(run(form, q, cache, runs, tables, window=100), target)
+    assert_allclose(target, expected(q, keys, values, runs, window=100), atol=2e-6)
 
 
 @FORMS
@@ -224,14 +225,14 @@ def test_cost_depends_on_the_number_of_tokens(form: Any) -> None:
     wide = np.full((1, 1 << 14), 1_000_000, np.int32)
     wide[0, :2] = tables[0, :2]
     q = random(12, 1, 2, HEAD_DIM)
-    wanted = run(form, q, cache, [Run(0, 69)], tables)
-    assert np.array_equal(run(form, q, cache, [Run(0, 69)], wide), wanted)
+    target = run(form, q, cache, [Run(0, 69)], tables)
+    assert np.array_equal(run(form, q, cache, [Run(0, 69)], wide), target)
 
 
 @pytest.mark.parametrize("cuts", [[0, 40], [0, 1, 40], [0, 13, 14, 30, 40]])
 @pytest.mark.parametrize("window", [None, 5])
 def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None:
-    """Wherever the keys are cut, in whatever order the parts come, also where a row sees none."""
+    """Any cut of the keys and any order of the parts, also where a row sees no key."""
     q = on_device(random(13, 2, 3, 4, HEAD_DIM), jnp.float32)
     keys, values = on_device(random(14, 2, 2, 2, 40, HEAD_DIM), jnp.float32)
     positions = on_device([[7, 8, 9], [37, 38, 39]], jnp.int32)

@@ -1,4 +1,4 @@
-"""Rotations against NumPy, bit for bit, in any company and on every set of instructions."""
+"""RoPE against NumPy, bit for bit: batch invariance, and every instruction set."""
 
 from __future__ import annotations
 

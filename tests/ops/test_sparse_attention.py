@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.modelspec.quant_format import parse_cache_dtype
 from jinfer.ops.attention import sparse
 from jinfer.ops.attention.kv_cache import (
     AttentionMetadata,
@@ -21,6 +20,7 @@ from jinfer.ops.attention.kv_cache import (
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend
 from jinfer.ops.attention.sparse import IndexQuery, extend_sparse
+from jinfer.quant_format import parse_cache_dtype
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats, chosen_keys
 
@@ -112,8 +112,8 @@ def test_result_equals_the_definition(latent: bool, kind: str) -> None:
     out, cache = texts.computed([*everything(LENGTHS), Run(-1, 0, 3)], texts.cache(kind))
     for row, position in ((0, 0), (0, 69), (0, 70), (0, 299), (2, 89)):
         got = out[texts.starts[row] + position]
-        wanted = texts.expected(row, position, cache)
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 if kind == "f32" else 2e-3)
+        target = texts.expected(row, position, cache)
+        np.testing.assert_allclose(got, target, rtol=0, atol=2e-5 if kind == "f32" else 2e-3)
     assert not out[-3:].any()
 
 
@@ -151,7 +151,7 @@ def test_few_keys_are_all_chosen() -> None:
 
 
 def test_nan_index_scores() -> None:
-    """A token chooses none of those after it, whatever its scores are."""
+    """A token chooses no later token, for any scores."""
     queries, weights = np.ones((2, 1, 4)), np.full((2, 1), np.nan)
     pool, table = f32(random(1, 2, 1, 64, 4)), on_device(np.array([[1, 0]], np.int32))
     at = AttentionMetadata(on_device(np.zeros(2, np.int32)), on_device(np.array([5, 90])), table)

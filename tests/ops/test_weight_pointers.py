@@ -1,4 +1,4 @@
-"""Weights that calls are told the addresses of: equal bits, and they live as long as is needed."""
+"""Weight pointers of fused calls: equal bits, and weights live as long as they are needed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_weights_by_pointer_give_the_bits_of_operands(name: str) -> None:
     got = jax.jit(lambda w, x, where: fuse_operations(run, WeightPointers(where, rows))(w, x))(
         w, X, where
     )
-    wanted = jax.jit(fuse_operations(run))(w, X)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    expected = jax.jit(fuse_operations(run))(w, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

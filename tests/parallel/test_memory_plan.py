@@ -1,4 +1,4 @@
-"""What goes into which memory, and what is said where it does not fit."""
+"""Memory plans: what each memory holds, errors where it does not fit, and automatic offload."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jinfer import LLM
+from jinfer import LLM, SamplingParams
 from jinfer.cli.inspect.inspect_checkpoint import main as inspect
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights
@@ -18,12 +18,20 @@ from jinfer.modelspec.partition_table import CPU, PartitionSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.speculation_table import DraftSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
-from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel import memory_plan
+from jinfer.parallel.cost_model import HARDWARE, Hardware
+from jinfer.parallel.memory_plan import (
+    HOST,
+    MemoryPlan,
+    OffloadOption,
+    memory_planner,
+    offload_options,
+)
 from jinfer.parallel.placement import ModelToPlace, partition_plan
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TYPE = jnp.dtype(jnp.float32)
+CARD = HARDWARE["rtx4090"]
 
 
 def planned(
@@ -42,7 +50,7 @@ def planned(
     def free(name: str) -> float:
         return host if name in (CPU, HOST) else room
 
-    return memory_planner(partition_plan(whole, dry_run=True), whole, free).asked()
+    return memory_planner(partition_plan(whole, dry_run=True), whole, free).requested()
 
 
 @cache
@@ -135,3 +143,81 @@ def test_it_is_printed_before_loading(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(
         r"^memory +weights +tables +streamed +cache +together +of$", told, re.MULTILINE
     )
+
+
+def found(room: float, count: int = 1, machine: Hardware = CARD) -> list[OffloadOption]:
+    """What fits on devices with so much memory."""
+    spec, model = golden()
+    spec = replace(spec, engine=replace(spec.engine, kv_tokens=512))
+
+    def free(name: str) -> float:
+        return 1e9 if name in (CPU, HOST) else room
+
+    whole = ModelToPlace(spec, model, 256, TYPE, TYPE)
+    every = offload_options(whole, machine, count, free)
+    for option in every:  # each does what it promises
+        own = whole.with_partition(**option.keys)
+        assert not memory_planner(partition_plan(own, dry_run=True), own, free).requested().problem
+    return every
+
+
+def kinds(every: list[OffloadOption]) -> set[tuple[str, ...]]:
+    return {tuple(option.keys)[1:] for option in every}
+
+
+def test_the_fastest_that_fits_comes_first() -> None:
+    (whole,) = planned(1e9).places
+    every = found(whole.together - whole.cache / 2)
+    assert [option.step for option in every] == sorted(option.step for option in every)
+    assert {("host_kv_cache",), ("cpu_layers",)} <= kinds(every)
+    assert {option.keys["devices"] for option in every} == {"0"}
+    # What lacks is less than the table of embeddings.
+    assert ("host_embeddings",) in kinds(found(whole.together - whole.tables / 2))
+    assert found(1000) == []
+
+
+def test_links_and_memories_decide() -> None:
+    """Weights are streamed where the host's link is quick; else as little as can be is sent."""
+    (whole,) = planned(1e9).places
+    room = whole.together - whole.tables / 2
+    free = replace(CARD, latency=0.0, read=1e15, flops=1e18)
+    quick = replace(free, host_link=1e15)
+    slow = replace(free, host_link=1e3)
+    assert "streamed_layers" in found(room, machine=quick)[0].keys
+    first = found(room, machine=slow)[0].keys
+    assert {"host_embeddings", "cpu_layers"} & first.keys()  # one vector alone is sent
+    assert "streamed_layers" not in first
+
+
+def test_every_device_is_used_before_the_host() -> None:
+    (whole,) = planned(1e9).places
+    every = found(whole.together * 0.4, count=2)
+    assert {option.keys["devices"] for option in every} <= {"0;1", "0&1"}
+    assert every
+
+
+def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tokens as without, on virtual devices that are said to have so little."""
+    keys: dict[str, Any] = {"dtype": "float32", "engine.kv_tokens": 512}
+    auto: dict[str, Any] = {**keys, "partition.devices": "auto"}
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
+    prompts = [[3, 4, 5, 6], [7, 8, 9]]
+    with LLM(GOLDENS / "llama2", **keys) as llm:
+        plain = [each.token_ids for each in llm.generate(prompts, params)]
+    with LLM(GOLDENS / "llama2", progress=True, **auto) as llm:
+        assert [each.token_ids for each in llm.generate(prompts, params)] == plain
+    assert "does not fit" not in capsys.readouterr().err
+    (whole,) = planned(1e9).places
+    room = whole.together - whole.cache / 2
+
+    def memories() -> Any:
+        return lambda name: 1e9 if name in (CPU, HOST) else room
+
+    monkeypatch.setattr(memory_plan, "free_memories", memories)
+    monkeypatch.setattr(memory_plan, "has_own_memory", lambda devices: True)
+    with LLM(GOLDENS / "llama2", progress=True, **auto) as llm:
+        assert [each.token_ids for each in llm.generate(prompts, params)] == plain
+    report = capsys.readouterr().err
+    assert 'devices = "auto": the model alone does not fit on ' in report
+    assert "ms a token, taken" in report
+    assert report.index("taken") < report.index("memory ")

@@ -4,9 +4,8 @@ import jax
 import pytest
 
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.parallel.layer_plan import PartitionPlan, PlannedStage
+from jinfer.parallel.layer_plan import ModelSlice, PartitionPlan, PlannedStage
 from jinfer.parallel.placement import stage_devices
-from jinfer.parallel.sharding_rules import ModelSlice
 
 
 def plan(*groups: tuple[str, ...]) -> PartitionPlan:

@@ -15,12 +15,10 @@ from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.ops.attention.kv_cache import zero_cache
 from jinfer.ops.backend import backend, target_platform
 from jinfer.ops.matmul import dense
-from jinfer.parallel.layer_plan import PartitionPlan, PlannedStage
+from jinfer.parallel.layer_plan import ModelSlice, PartitionPlan, PlannedStage, whole_model
 from jinfer.parallel.placement import ModelToPlace, make_stages, stage_models
 from jinfer.parallel.shard_params import abstract_shard
-from jinfer.parallel.sharding_rules import ModelSlice, whole_model
-from jinfer.parallel.stage_forward import decoder_forward
-from jinfer.parallel.stage_model import StageModel, make_stage_model
+from jinfer.parallel.stage_model import StageModel, decoder_forward, make_stage_model
 from jinfer.quant import parse_format
 from jinfer.quant.quantized_tensor import MAX_COLUMNS, QuantizedTensor, abstract, columns_of
 

@@ -13,7 +13,7 @@ from jinfer.parallel.shard_params import (
     quant_block,
     slice_shard,
 )
-from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly
+from jinfer.parallel.sharding_rules import AxisSharding, ShardingError, shard_evenly
 from jinfer.quant import ReorderedTensor, parse_format
 from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import abstract

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gptq import DAMPING, ROUNDS, _start, _without, damped_hessian, factor_hessian
+from jinfer.quant.gptq import ROUNDS, _start, _without, damped_hessian, factor_hessian
 from jinfer.quant.round_to_nearest import dequantize, nearest_codes, split_into_blocks
 from jinfer.quant.scale_search import block_weights, numbers
+from jinfer.quant_format import QuantFormat
 
 
 def quantize_gptq_reference(
@@ -17,12 +17,11 @@ def quantize_gptq_reference(
     format: QuantFormat,
     *,
     exact: np.ndarray | None = None,
-    damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """`quantize_gptq`, column by column with the inverse of R: errors are propagated at once."""
     outputs, inputs = values.shape
     block = format.block
-    factored, places = factor_hessian(hessian, inputs, block, damping)
+    factored, places = factor_hessian(hessian, inputs, block)
     upper = np.linalg.inv(factored).astype(np.float32)
     kept = np.zeros(values.shape, bool) if exact is None else exact
     moved = values.copy()
@@ -70,12 +69,11 @@ def descend_reference(
     base: np.ndarray | None,
     format: QuantFormat,
     *,
-    damping: float,
     outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """`descend`, each number computed from the definition of the loss."""
     outputs, inputs = values.shape
-    H = damped_hessian(hessian, damping).astype(np.float64)
+    H = damped_hessian(hessian).astype(np.float64)
     error, free = _start(values, codes, scale, base, format, outliers)
     error, free = error.astype(np.float64), free.astype(np.float64)
     zero = format.zero if base is None else 0

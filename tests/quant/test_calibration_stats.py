@@ -72,8 +72,8 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
         x = np.concatenate([inputs[at][0], inputs[at + len(order)][0]])
         found = taps[name].inputs()
         products = x.T @ x / 16
-        wanted = products if found.mean.ndim == 2 else np.diag(products)
-        np.testing.assert_allclose(found.mean, wanted, rtol=0, atol=1e-5 * products.max())
+        reference = products if found.mean.ndim == 2 else np.diag(products)
+        np.testing.assert_allclose(found.mean, reference, rtol=0, atol=1e-5 * products.max())
         np.testing.assert_allclose(found.importance, np.diag(products), rtol=1e-3)
         assert found.rows == 16
 
@@ -98,8 +98,8 @@ def test_one_matrix_of_a_stack_and_masked_rows(kind: Kind) -> None:
     np.testing.assert_array_equal(found.rows, [0, len(rows), len(rows)])
     products = np.stack([np.zeros((6, 6)), *[rows.T @ rows / len(rows)] * 2])
     squares = np.diagonal(products, axis1=1, axis2=2)
-    wanted = products if kind == "products" else squares
-    np.testing.assert_allclose(found.mean, wanted, rtol=1e-4, atol=1e-5)
+    reference = products if kind == "products" else squares
+    np.testing.assert_allclose(found.mean, reference, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found.importance, squares, rtol=1e-4)
     assert tapped.shape == (3, 5, 6)
     with pytest.raises(IndexError, match="`record` takes the index"):

@@ -41,7 +41,7 @@ def test_the_loss_falls(name: str, from_nearest: bool, way: Any) -> None:
     else:
         start = quantize_gptq(weight, H, format)[:3]
     before = loss(weight, dequantize(*start, format), H)
-    codes, scale, base = way(weight, H, *start, format, damping=DAMPING)
+    codes, scale, base = way(weight, H, *start, format)
     after = loss(weight, dequantize(codes, scale, base, format), H)
     assert after < (0.7 if from_nearest else 0.97) * before
     assert codes.shape == start[0].shape
@@ -59,17 +59,17 @@ def test_result_equals_the_reference(name: str, share: float) -> None:
     codes, scale, base, moved = quantize_gptq(weight, H, format, exact=exact)
     kept = np.where(exact, moved, np.float32(np.nan)) if share else None
     start = (weight, H, codes, scale, base, format)
-    ours, wanted = (way(*start, damping=DAMPING, outliers=kept) for way in WAYS)
+    ours, expected = (way(*start, outliers=kept) for way in WAYS)
 
     def left(codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None) -> float:
         whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
-    assert left(*ours) == pytest.approx(left(*wanted), rel=0.01)
+    assert left(*ours) == pytest.approx(left(*expected), rel=0.01)
     # A weight between two codes may go either way, and others in its row with it.
-    same = (ours[0] == wanted[0]).all(axis=(1, 2))
+    same = (ours[0] == expected[0]).all(axis=(1, 2))
     assert same.mean() > 0.9
-    for a, b in zip(ours[1:], wanted[1:], strict=True):
+    for a, b in zip(ours[1:], expected[1:], strict=True):
         if a is not None and b is not None:
             np.testing.assert_array_equal(a[same], b[same])
 
@@ -79,7 +79,7 @@ def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None
     (weight, x), format = correlated(3), parse_format("q3")
     weight, H = weight[:4, :64], (x.T @ x)[:64, :64].astype(np.float64)
     start = quantize_gptq(weight, H, format)[:3]
-    codes, scale, base = descend(weight, H, *start, format, damping=DAMPING)
+    codes, scale, base = descend(weight, H, *start, format)
     least = loss(weight, dequantize(codes, scale, base, format), H)
     for row in range(4):
         for column in range(64):
@@ -103,7 +103,7 @@ def test_exact_outliers_are_unchanged(way: Any) -> None:
         whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
-    better = way(weight, H, codes, scale, base, format, damping=DAMPING, outliers=kept)
+    better = way(weight, H, codes, scale, base, format, outliers=kept)
     assert error(*better) < 0.97 * error(codes, scale, base)
 
 
@@ -115,7 +115,7 @@ def test_constant_weights_stay(way: Any) -> None:
     blocks = split_into_blocks(weight, 32)
     numbers = nearest_numbers(blocks, format)
     start = (nearest_codes(blocks, *numbers, format), *numbers)
-    codes, scale, base = way(weight, np.eye(64) + 0.1, *start, format, damping=DAMPING)
+    codes, scale, base = way(weight, np.eye(64) + 0.1, *start, format)
     np.testing.assert_array_equal(dequantize(codes, scale, base, format), blocks)
 
 

@@ -72,7 +72,7 @@ def test_error_falls_with_the_bits(method: Method, kind: str) -> None:
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("kind", ["affine", "sym"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_rounding_loses_what_theory_says(name: str, kind: str, block: int) -> None:
+def test_rounding_error_is_as_in_theory(name: str, kind: str, block: int) -> None:
     full = f"{name}_b{block}_{kind}"
     assert error(full, "rtn") == pytest.approx(nearest_rmse(parse_format(full)), rel=0.02)
 

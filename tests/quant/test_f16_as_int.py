@@ -13,10 +13,10 @@ from jinfer.cpu import build_library, repack_gguf
 from jinfer.loader.checkpoint import Tensor
 from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.gguf_blocks import repacked_format, repacked_tensor
-from jinfer.modelspec.quant_format import F16_AS_INT, FORMATS
 from jinfer.quant import QuantizedTensor, f16_as_int
 from jinfer.quant.f16_as_int import quantize_f16
 from jinfer.quant.quantized_tensor import from_codes, to_codes
+from jinfer.quant_format import F16_AS_INT, FORMATS
 
 
 def stored(values: np.ndarray, name: str = "F16") -> Tensor:
@@ -50,12 +50,12 @@ def test_error_bound_of_numbers() -> None:
     values = values.astype(np.float16).astype(np.float32)
     codes, scales = quantize_f16(values)
     assert codes.dtype == np.int16
-    most = np.abs(values).max(axis=1)
+    largest = np.abs(values).max(axis=1)
     assert np.all((np.abs(codes).max(axis=1) >= 1 << 12) & (np.abs(codes).max(axis=1) <= 1 << 13))
     meant = codes * scales.astype(np.float64)[:, None]
     off = np.abs(meant - values)
-    assert np.all(off <= most[:, None] / (1 << 13))
-    large = np.abs(values) * 4 > most[:, None]
+    assert np.all(off <= largest[:, None] / (1 << 13))
+    large = np.abs(values) * 4 > largest[:, None]
     assert np.all(off[large] == 0)
 
 

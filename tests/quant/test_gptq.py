@@ -41,7 +41,7 @@ def test_gptq_lowers_the_error_of_outputs(name: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["q3", pytest.param("q3.5_sym", marks=pytest.mark.soak)])
-def test_every_column_is_what_the_equation_says(name: str, way: Any) -> None:
+def test_every_column_follows_the_gptq_equation(name: str, way: Any) -> None:
     """The update of every column by itself, with the inverse of H shrinking as columns are done."""
     (weight, x), format = correlated(1), parse_format(name)
     H = (x.T @ x).astype(np.float64)
@@ -83,11 +83,11 @@ def test_result_equals_the_reference(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < share if share else None
-    ours, wanted = (way(weight, H, format, exact=exact) for way in WAYS)
+    ours, expected = (way(weight, H, format, exact=exact) for way in WAYS)
     # A weight between two codes may go either way, and others in its row with it.
-    same = (ours[0] == wanted[0]).all(axis=(1, 2))
+    same = (ours[0] == expected[0]).all(axis=(1, 2))
     assert same.mean() > 0.8
-    for a, b in zip(ours[1:], wanted[1:], strict=True):
+    for a, b in zip(ours[1:], expected[1:], strict=True):
         if a is not None and b is not None:
             np.testing.assert_allclose(a[same], b[same], rtol=1e-2, atol=2e-3)
 
@@ -95,7 +95,7 @@ def test_result_equals_the_reference(name: str, share: float) -> None:
         full = dequantize(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
         return output_error(x, weight, full)
 
-    assert error(*ours) == pytest.approx(error(*wanted), rel=0.01)
+    assert error(*ours) == pytest.approx(error(*expected), rel=0.01)
 
 
 def test_stacks_have_their_own_inputs() -> None:

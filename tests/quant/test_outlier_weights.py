@@ -1,4 +1,4 @@
-"""Weights kept beside the codes, in a sparse matrix."""
+"""Outliers: weights that are stored exactly, in a sparse matrix, in addition to codes."""
 
 import itertools
 

@@ -115,8 +115,8 @@ def test_decoding_one_weight_at_a_time(
     assert full.shape == (outputs, inputs)
     rng = np.random.default_rng(seed)
     for n, k in zip(rng.integers(0, outputs, 25), rng.integers(0, inputs, 25), strict=True):
-        wanted = weight_at(tensor, int(n), int(k))
-        assert full[n, k] == wanted
+        expected = weight_at(tensor, int(n), int(k))
+        assert full[n, k] == expected
 
 
 @settings(max_examples=20)

@@ -16,10 +16,10 @@ def test_nearest_levels_and_their_codes(name: str) -> None:
     every = levels_of(np.arange(format.levels, dtype=np.uint8), format)
     x = np.random.default_rng(0).uniform(1.3 * every.min() - 2, 1.3 * every.max() + 2, 4000)
     x = x.astype(np.float32)
-    wanted = np.abs(x[:, None] - every).argmin(axis=1)
+    expected = np.abs(x[:, None] - every).argmin(axis=1)
     for xp in (np, jnp):
         levels = nearest_levels(xp.asarray(x), format, xp)
-        np.testing.assert_array_equal(levels, every[wanted])
-        np.testing.assert_array_equal(codes_of(levels, format, xp), wanted)
+        np.testing.assert_array_equal(levels, every[expected])
+        np.testing.assert_array_equal(codes_of(levels, format, xp), expected)
     if format.symmetric:
         assert abs(largest_level(format)) == np.abs(every).max()

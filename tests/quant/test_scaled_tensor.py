@@ -26,13 +26,13 @@ def test_dequantized(inputs: int, blocks: int, block: int) -> None:
     numbers = RNG.normal(size=(3, 6, inputs)).astype(E4M3)
     scales = RNG.normal(size=(3, 6, blocks)).astype(np.float32)
     tensor = ScaledTensor(numbers, scales)
-    wanted = np.empty(numbers.shape, np.float32)
+    expected = np.empty(numbers.shape, np.float32)
     for k in range(inputs):
-        wanted[..., k] = numbers[..., k].astype(np.float32) * scales[..., k // block]
+        expected[..., k] = numbers[..., k].astype(np.float32) * scales[..., k // block]
     for each in (tensor, jax.device_put(tensor)):
-        np.testing.assert_array_equal(each.dequantize(), wanted)
+        np.testing.assert_array_equal(each.dequantize(), expected)
         np.testing.assert_array_equal(
-            each[1].take(jnp.array([[5, 0]]), np.float32), wanted[1, [[5, 0]]]
+            each[1].take(jnp.array([[5, 0]]), np.float32), expected[1, [[5, 0]]]
         )
     assert tensor.nbytes == 18 * (inputs + 4 * blocks)
 

@@ -42,6 +42,11 @@ def sigmoid(x: Floats) -> Floats:
     return 0.5 * (1 + np.tanh(x / 2))
 
 
+def softplus(x: Floats) -> Floats:
+    """log(1 + exp(x)), written so that no x overflows."""
+    return np.logaddexp(0, x)
+
+
 def tanh(x: Floats) -> Floats:
     """Hyperbolic tangent."""
     return np.tanh(x)

@@ -35,8 +35,8 @@ def plain_search(
         ended = sorted(ended, key=lambda one: -one[1])[:count]
         running = [one for one in found if one[0][-1] != END][:count]
         if len(ended) == count:
-            most = LENGTH if stop == "never" and penalty > 0 else length
-            if stop is True or ended[-1][1] >= running[0][1] / most**penalty:
+            largest = LENGTH if stop == "never" and penalty > 0 else length
+            if stop is True or ended[-1][1] >= running[0][1] / largest**penalty:
                 break
     left = [(sequence, total / length**penalty) for sequence, total in running]
     return max([*ended, *left], key=lambda one: one[1])
@@ -67,8 +67,8 @@ def search(
 def test_beams(count: int, penalty: float, stop: bool | Literal["never"]) -> None:
     for seed in range(40):
         tokens, score = search(seed, count, penalty, stop)
-        wanted, best = plain_search(seed, count, penalty, stop)
-        assert tokens == wanted
+        expected, best = plain_search(seed, count, penalty, stop)
+        assert tokens == expected
         assert score == pytest.approx(best, rel=1e-9)
 
 

@@ -23,7 +23,7 @@ def answer(llm: LLM, prompt: list[int] = PROMPT, **fields: Any) -> list[int]:
 
 
 def test_a_mixed_batch(llm: LLM) -> None:
-    asked: list[dict[str, Any]] = [
+    requested: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "repetition_penalty": 1.3},
         {"dry_multiplier": 1.0, "dry_sequence_breakers": ()},
@@ -33,9 +33,11 @@ def test_a_mixed_batch(llm: LLM) -> None:
         {"frequency_penalty": 0.5},
         {"allowed_token_ids": range(100, 400), "temperature": 1.0},
     ]
-    made = [SamplingParams(max_tokens=24, ignore_eos=True, seed=3, **fields) for fields in asked]
+    made = [
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=3, **fields) for fields in requested
+    ]
     together = llm.generate([PROMPT] * len(made), made)
-    for fields, completion in zip(asked, together, strict=True):
+    for fields, completion in zip(requested, together, strict=True):
         assert completion.token_ids == answer(llm, **fields), fields
     assert set(together[-1].token_ids) <= set(range(100, 400))
 

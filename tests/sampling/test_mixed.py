@@ -85,7 +85,7 @@ class Run:
 
 
 def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
-    """Each row's own, whatever its place."""
+    """Each row has its own parameters at any place."""
     return np.stack([np.random.default_rng([s, step]).normal(0, 3, vocab) for s in seeds])
 
 
@@ -242,29 +242,29 @@ def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) -> None:
+def test_custom_call_chooses_as_xla(kind: str, isa: Isa, both_ways: str) -> None:
     if both_ways == "xla":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
-    x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
+    x, (wanted_tokens, wanted_mu, expected) = on_device(logits_of_kind(kind)), by_xla(kind)
     with build_library.lowered_isa(isa):
         tokens, progress = SAMPLE(x, *rows)
         left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)
     assert_allclose(progress.mu, wanted_mu, rtol=1e-5, atol=1e-4)
-    assert np.array_equal(left > -np.inf, wanted > -np.inf)
-    assert_allclose(left, wanted, rtol=2e-5, atol=1e-5)
+    assert np.array_equal(left > -np.inf, expected > -np.inf)
+    assert_allclose(left, expected, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_with_its_kernels_chooses_what_xla_chooses(kind: str, both_ways: str) -> None:
+def test_gpu_kernels_choose_as_xla(kind: str, both_ways: str) -> None:
     if both_ways == "call":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
-    x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
+    x, (wanted_tokens, wanted_mu, expected) = on_device(logits_of_kind(kind)), by_xla(kind)
     with target_platform("gpu", interpret=True):
         tokens, progress = ON_A_GPU[0](x, *rows)
         left = np.asarray(ON_A_GPU[1](x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)
     assert_allclose(progress.mu, wanted_mu, rtol=1e-5, atol=1e-4)
-    assert np.array_equal(left, wanted)
+    assert np.array_equal(left, expected)

@@ -22,8 +22,8 @@ def test_rows_with_nan_or_infinity(fields: dict[str, float], odd: float) -> None
     wrong[0, 0], wrong[2, -1] = odd, odd
     rows = batch(*[params(**fields)] * 4, vocab=VOCAB)
     tokens, progress = SAMPLE(on_device(wrong, jnp.float32), *rows)
-    wanted, after = SAMPLE(on_device(logits, jnp.float32), *rows)
-    assert tokens.tolist() == [NOT_FINITE, wanted[1], NOT_FINITE, wanted[3]]
-    assert min(wanted.tolist()) >= 0
+    expected, after = SAMPLE(on_device(logits, jnp.float32), *rows)
+    assert tokens.tolist() == [NOT_FINITE, expected[1], NOT_FINITE, expected[3]]
+    assert min(expected.tolist()) >= 0
     assert np.isfinite(progress.mu[:3]).all()
     assert progress.mu[1] == after.mu[1]

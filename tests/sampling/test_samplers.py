@@ -10,9 +10,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.sampling.contrastive_score import candidates, contrastive_choice
+from jinfer.sampling.samplers import PAPERS_FSD
 from jinfer.sampling.sampling_metadata import allowed_mask
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.strategies import PAPERS_FSD
 from tests.arrays import on_device
 from tests.reference import numpy_samplers as numpy
 from tests.reference.numpy_sampling import Floats, probabilities
@@ -56,9 +56,9 @@ def assert_sampler(
     """Every row's result on the same logits is its definition's."""
     got = left(np.tile(x, (len(rows), 1)), batch(*(params(**fields) for fields, _ in rows)))
     for (fields, definition), row in zip(rows, got, strict=True):
-        wanted = definition(x)
-        assert np.array_equal(row > -np.inf, wanted > -np.inf), fields
-        assert_allclose(row, wanted, rtol=2e-5, atol=2e-5, err_msg=str(fields))
+        expected = definition(x)
+        assert np.array_equal(row > -np.inf, expected > -np.inf), fields
+        assert_allclose(row, expected, rtol=2e-5, atol=2e-5, err_msg=str(fields))
 
 
 def only(name: str, value: float, **more: Any) -> dict[str, Any]:
@@ -257,9 +257,9 @@ def test_dry_of_long_texts() -> None:
     x, text = logits_of("plain", 13), (text_of("many", 1100) * 2)[:2000]
     rows = {"dry_multiplier": 1.0, "dry_base": 1.01, "dry_sequence_breakers": [text[-100]]}
     got = left(x[None], with_text(text, rows, length=LONG))
-    wanted = numpy.dry(x, text, 1.0, 1.01, breakers=[text[-100]])
-    assert (wanted < x - 2).any()
-    assert_allclose(got[0], wanted, atol=1e-4)
+    expected = numpy.dry(x, text, 1.0, 1.01, breakers=[text[-100]])
+    assert (expected < x - 2).any()
+    assert_allclose(got[0], expected, atol=1e-4)
 
 
 def test_a_very_long_repetition_counts_as_128_tokens_and_stays_finite() -> None:
@@ -276,9 +276,9 @@ def test_logit_bias_and_bans() -> None:
         params(logit_bias={3: 2.5, VOCAB - 1: -100, 8: -np.inf}), params(banned_token_ids=[3, 4])
     )
     first, second = left(np.tile(x, (2, 1)), rows)
-    wanted = x.copy()
-    wanted[[3, VOCAB - 1, 8]] += [2.5, -100, -np.inf]
-    assert_allclose(first, wanted, rtol=1e-6)
+    expected = x.copy()
+    expected[[3, VOCAB - 1, 8]] += [2.5, -100, -np.inf]
+    assert_allclose(first, expected, rtol=1e-6)
     assert np.flatnonzero(second == -np.inf).tolist() == [3, 4]
 
 
@@ -290,7 +290,7 @@ def test_bad_words(text: list[int]) -> None:
 
 
 def test_masks() -> None:
-    """Rows look at the mask of their slot, those that are said to."""
+    """Rows with a grammar obey the mask of their slot."""
     x = random_logits(17, 3)
     rows = batch(params(temperature=1.0), params(), params())
     mask = np.zeros((3, -(-VOCAB // 32)), np.uint32)
@@ -323,7 +323,7 @@ FSD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_fsd(kind: str, length: int, seed: int) -> None:
-    """Texts of the likeliest tokens, so that what was said matters."""
+    """Texts of the likeliest tokens, so that penalties matter."""
     x = random_logits(20 + seed)[0] / 2
     likeliest = np.argsort(-x)
     text = likeliest[np.array(text_of(kind, length), int) % 12].tolist()
@@ -339,8 +339,8 @@ def test_fsd_of_long_texts() -> None:
     text = np.argsort(-x)[np.random.default_rng(4).integers(0, 3, 2400)].tolist()
     rows = with_text(text, {"strategy": "fsd"}, {"strategy": "fsd", **PAPERS_FSD}, length=LONG)
     names = {name.removeprefix("fsd_"): value for name, value in PAPERS_FSD.items()}
-    wanted = [numpy.fsd(x, text), numpy.fsd(x, text, **names)]
-    assert draw(np.tile(x, (2, 1)), rows)[0].tolist() == wanted
+    expected = [numpy.fsd(x, text), numpy.fsd(x, text, **names)]
+    assert draw(np.tile(x, (2, 1)), rows)[0].tolist() == expected
 
 
 def test_fsd_weighs_probabilities_at_its_temperature() -> None:
@@ -369,9 +369,9 @@ def test_random_fsd() -> None:
         rows = many._replace(sampler=sampler, progress=many.progress._replace(drawn=drawn))
         return np.bincount(draw(np.tile(x, (count, 1)), rows)[0], minlength=VOCAB) / count
 
-    wanted = 0.5 * probabilities(np.where(np.isin(np.arange(VOCAB), kept), x, -np.inf))
-    wanted[chosen] += 0.5
-    assert np.abs(shares(9) - wanted).max() < 0.05
+    expected = 0.5 * probabilities(np.where(np.isin(np.arange(VOCAB), kept), x, -np.inf))
+    expected[chosen] += 0.5
+    assert np.abs(shares(9) - expected).max() < 0.05
     assert shares(10)[chosen] == 1.0
 
 

@@ -82,8 +82,8 @@ def test_filters_equal_sorting(kind: str, seed: int) -> None:
     for row, p in zip(got, FILTERS, strict=True):
         kept = kept_by_sorting(logits, p)
         assert np.array_equal(row > -np.inf, kept), p
-        most = logits.max() if p.draws else 0.0  # the temperature's sampler takes it away
-        assert_allclose(row[kept], logits[kept] - most, atol=1e-6)
+        largest = logits.max() if p.draws else 0.0  # the temperature's sampler takes it away
+        assert_allclose(row[kept], logits[kept] - largest, atol=1e-6)
 
 
 def wide(logits: Floats) -> Floats:
@@ -221,11 +221,11 @@ def test_frequencies(p: SamplingParams) -> None:
     tokens = draw(np.tile(logits, (count, 1)), many)[0]
     observed = np.bincount(tokens, minlength=12)
     scaled = logits / p.drawing_temperature
-    wanted = np.where(kept_by_sorting(scaled, p), probabilities(scaled), 0)
-    wanted *= count / wanted.sum()
-    assert not observed[wanted == 0].any()
-    possible = wanted > 0
-    chi_square = np.sum((observed - wanted)[possible] ** 2 / wanted[possible])
+    target = np.where(kept_by_sorting(scaled, p), probabilities(scaled), 0)
+    target *= count / target.sum()
+    assert not observed[target == 0].any()
+    possible = target > 0
+    chi_square = np.sum((observed - target)[possible] ** 2 / target[possible])
     freedom = np.count_nonzero(possible) - 1
     deviation = 2 / (9 * freedom)  # Wilson and Hilferty, 1931
     bound = freedom * (1 - deviation + 3.72 * deviation**0.5) ** 3
@@ -304,21 +304,21 @@ def test_logprobs(vocab: int) -> None:
     tokens = np.array([3, 0, 7, 1, 5])
     own, ids, top = LOGPROBS(on_device(logits, jnp.float32), on_device(tokens, jnp.int32))
     with np.errstate(divide="ignore"):
-        wanted = np.log([probabilities(row) for row in logits])
-    assert_allclose(own, wanted[np.arange(5), tokens], atol=2e-6)
+        target = np.log([probabilities(row) for row in logits])
+    assert_allclose(own, target[np.arange(5), tokens], atol=2e-6)
     count = min(MAX_LOGPROBS, vocab)
-    likeliest = np.argsort(-wanted, axis=-1, kind="stable")[:, :count]
+    likeliest = np.argsort(-target, axis=-1, kind="stable")[:, :count]
     assert np.array_equal(ids, likeliest)
-    assert_allclose(top, np.take_along_axis(wanted, likeliest, -1), atol=2e-6)
+    assert_allclose(top, np.take_along_axis(target, likeliest, -1), atol=2e-6)
 
 
 def test_logprobs_of_requested_rows() -> None:
     logits = on_device(random_logits(11, 3), jnp.float32)
-    tokens, wanted = on_device([1, 2, 3], jnp.int32), on_device([False, True, False])
-    every, some = LOGPROBS(logits, tokens), LOGPROBS(logits, tokens, wanted)
+    tokens, target = on_device([1, 2, 3], jnp.int32), on_device([False, True, False])
+    every, some = LOGPROBS(logits, tokens), LOGPROBS(logits, tokens, target)
     for whole, part in zip(every, some, strict=True):
         assert np.array_equal(whole[1], part[1])
-    none = LOGPROBS(logits, tokens, ~wanted & False)
+    none = LOGPROBS(logits, tokens, ~target & False)
     assert not any(np.any(part) for part in none)
 
 

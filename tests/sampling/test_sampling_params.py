@@ -225,7 +225,7 @@ def test_every_sampler_has_a_function() -> None:
     ],
     ids=str,
 )
-def test_a_strategy_sets_what_is_not_given(fields: dict[str, Any], set_: dict[str, Any]) -> None:
+def test_strategy_sets_defaults(fields: dict[str, Any], set_: dict[str, Any]) -> None:
     made = params(**fields)
     assert {name: getattr(made, name) for name in set_} == set_
     whole = {name: getattr(made, name) for name in (*set_, "strategy")}
@@ -240,8 +240,8 @@ def test_names_of_other_engines() -> None:
     assert SamplingParams.from_names(theirs) == ours
     object_ = {"name": "sample.top_k", "max_k": 3}
     inferflow = {"decoding_alg": object_, "random_seed": 7, "max_output_len": 9}
-    wanted = SamplingParams(strategy="top_k", top_k=3, seed=7, max_tokens=9)
-    assert SamplingParams.from_names(inferflow) == wanted
+    expected = SamplingParams(strategy="top_k", top_k=3, seed=7, max_tokens=9)
+    assert SamplingParams.from_names(inferflow) == expected
     with pytest.raises(ValueError, match=r"^max_new_tokens: max_tokens is given twice"):
         canonical_names({"max_tokens": 4, "max_new_tokens": 5})
     with pytest.raises(RequestError, match="did you mean 'temperature'"):

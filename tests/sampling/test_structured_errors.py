@@ -1,4 +1,4 @@
-"""What cannot be kept is one line that says what and where, soon, whatever the request."""
+"""Errors of constraints: one line with the part and its location, after a bounded time."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_every_tokenizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BYTE_COMPLETE)
-def test_forced_tokens_are_what_masks_force(name: str) -> None:
+def test_forced_tokens_agree_with_masks(name: str) -> None:
     found = tokenizer(name)
     schema = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""What the processes of test_child.py are asked."""
+"""Functions that the processes of test_sandboxed_process.py call."""
 
 from __future__ import annotations
 

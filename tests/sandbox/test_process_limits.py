@@ -54,7 +54,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "output"),
     [
         (RuntimeError("can't start new thread"), "no thread can be started; at most 20 are"),
         (BlockingIOError(errno.EAGAIN, ""), "no process can be started; at most 20 are allowed"),
@@ -68,7 +68,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_errors_that_limits_explain(
     error: Exception,
-    said: str | None,
+    output: str | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -80,14 +80,14 @@ def test_errors_that_limits_explain(
     def command() -> int:
         raise error
 
-    if said is None:
+    if output is None:
         with pytest.raises(type(error)):
             exit_status.run_for_status(command)
         return
     assert exit_status.run_for_status(command) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {said}")
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith(f"error: {output}")
+    assert reported.count("\n") == 1
     assert exit_status._stuck
 
 

@@ -1,4 +1,4 @@
-"""A process beside this one answers, or is ended at its bounds, and the next question is served."""
+"""A sandboxed process answers, or is ended at its limits; the next question is answered."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Watch:
         """Stream answers in sequence, and check the health meanwhile."""
         end = time.monotonic() + seconds
         async with self._client() as http:
-            each = (self._stream(http, number, end) for number in range(streams))
-            await asyncio.gather(self._check(end), *each)
+            item = (self._stream(http, number, end) for number in range(streams))
+            await asyncio.gather(self._check(end), *item)
 
     def _client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(

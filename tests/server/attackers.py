@@ -70,68 +70,70 @@ class Attackers:
             self._send_rest(time.monotonic() - _EVERY)
 
     def _open(self, source: str) -> None:
-        one = socket.socket()
-        one.setblocking(False)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if source != "127.0.0.1":
-            one.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
-            one.bind((source, 0))
-        self._sources[one] = source
-        self._opening.add(one)
-        one.connect_ex(self.server)
-        self._selector.register(one, selectors.EVENT_WRITE)
+            connection.setsockopt(
+                socket.IPPROTO_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1
+            )
+            connection.bind((source, 0))
+        self._sources[connection] = source
+        self._opening.add(connection)
+        connection.connect_ex(self.server)
+        self._selector.register(connection, selectors.EVENT_WRITE)
 
-    def _serve(self, one: socket.socket, events: int) -> None:
-        if one in self._opening:
-            self._opening.discard(one)
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._drop(one, "failed")
+    def _serve(self, connection: socket.socket, events: int) -> None:
+        if connection in self._opening:
+            self._opening.discard(connection)
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._drop(connection, "failed")
                 return
             self.counts["opened"] += 1
-            self._send(one, self.first)
-            if one in self._sources:
+            self._send(connection, self.first)
+            if connection in self._sources:
                 # Who does not read learns only from the next piece that a connection was closed.
-                self._selector.modify(one, selectors.EVENT_READ)
+                self._selector.modify(connection, selectors.EVENT_READ)
                 if self.first is _UNREAD:
-                    self._selector.unregister(one)
-                self.since[one] = time.monotonic()
+                    self._selector.unregister(connection)
+                self.since[connection] = time.monotonic()
                 self.counts["most"] = max(self.counts["most"], len(self.since))
             return
         try:
-            if one.recv(4096):
+            if connection.recv(4096):
                 return
         except OSError:
             pass
-        self._drop(one, "closed")
+        self._drop(connection, "closed")
 
-    def _send(self, one: socket.socket, piece: bytes) -> None:
+    def _send(self, connection: socket.socket, piece: bytes) -> None:
         try:
-            one.send(piece)
+            connection.send(piece)
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(one, "closed")
+            self._drop(connection, "closed")
 
     def _send_rest(self, before: float) -> None:
         while self.since:  # the first has waited longest
-            one, sent = next(iter(self.since.items()))
+            connection, sent = next(iter(self.since.items()))
             if sent > before:
                 return
-            del self.since[one]
-            self.since[one] = time.monotonic()
+            del self.since[connection]
+            self.since[connection] = time.monotonic()
             if self.first is _UNREAD:
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    self._drop(one, "closed")
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    self._drop(connection, "closed")
             elif self.rest:
-                self._send(one, self.rest)
+                self._send(connection, self.rest)
 
-    def _drop(self, one: socket.socket, why: str) -> None:
+    def _drop(self, connection: socket.socket, why: str) -> None:
         self.counts[why] += 1
-        self.since.pop(one, None)
-        self.wanted.append(self._sources.pop(one))
-        if one in self._selector.get_map():
-            self._selector.unregister(one)
-        one.close()
+        self.since.pop(connection, None)
+        self.wanted.append(self._sources.pop(connection))
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+        connection.close()
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ def test_kept_vectors(running: Running, tmp_path: Path) -> None:
         http.post("/v1/steering", json={"name": "a/b", "vectors": vectors})
         assert http.delete("/v1/steering/a%2Fb").json()["name"] == "a/b"
         listed = http.get("/v1/steering").json()
-        assert [one["name"] for one in listed] == ["happy", "3"]
+        assert [item["name"] for item in listed] == ["happy", "3"]
         by_hand = {"name": STREAM, "vector": VECTOR.tolist(), "scale": 1.5}
         expected = choice(running, steer=[by_hand])["token_ids"]
         assert expected != choice(running)["token_ids"]

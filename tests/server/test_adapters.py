@@ -54,8 +54,8 @@ def test_routes(running: Running, tmp_path: Path) -> None:
     with running.client() as http:
         listed = http.get("/v1/models").json()["data"]
         assert http.get("/v1/models/b").json() == listed[2]
-        assert [each["name"] for each in http.get("/lora-adapters").json()] == ["a", "b"]
-    assert [each["id"] for each in listed] == ["tiny", "a", "b"]
+        assert [item["name"] for item in http.get("/lora-adapters").json()] == ["a", "b"]
+    assert [item["id"] for item in listed] == ["tiny", "a", "b"]
     assert (listed[2]["parent"], listed[2]["root"]) == ("tiny", str(other))
     assert post(running, "/v1/unload_lora_adapter", lora_name="b").status_code == 200
     assert post(running, "/v1/completions", **TOKENS, model="b").status_code == 404

@@ -18,7 +18,7 @@ from jinfer.server.app import open_stores
 from jinfer.server.core.service import Service
 from jinfer.server.http.http_errors import RunsElsewhereError
 from jinfer.server.http.server_settings import ServerSettings
-from jinfer.server.openai.batch_runner import (
+from jinfer.server.openai.batches import (
     PRIORITY,
     BatchErrors,
     BatchLine,
@@ -67,7 +67,7 @@ def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
     """The lines of a file by custom id."""
     assert file is not None
     lines = map(json.loads, client.files.content(file).text.splitlines())
-    return {one["custom_id"]: one for one in lines}
+    return {item["custom_id"]: item for item in lines}
 
 
 def test_a_batch(client: openai.OpenAI) -> None:
@@ -83,18 +83,18 @@ def test_a_batch(client: openai.OpenAI) -> None:
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
     answers = results(client, batch.output_file_id)
     assert sorted(answers) == [f"a{i}" for i in range(5)]
-    for one in answers.values():
-        assert one["response"]["status_code"] == 200
-        found = one["response"]["body"]["choices"][0]["message"]["content"]
+    for answer in answers.values():
+        assert answer["response"]["status_code"] == 200
+        found = answer["response"]["body"]["choices"][0]["message"]["content"]
         assert found == alone.choices[0].message.content
     errors = results(client, batch.error_file_id)
-    params = {id: one["response"]["body"]["error"]["param"] for id, one in errors.items()}
+    params = {id: error["response"]["body"]["error"]["param"] for id, error in errors.items()}
     assert params == {"stream": "stream", "field": "no_field"}
-    assert batch.id in [one.id for one in client.batches.list()]
+    assert batch.id in [item.id for item in client.batches.list()]
     assert client.batches.cancel(batch.id).status == "completed"
     about = client.files.retrieve(batch.output_file_id)
     assert (about.purpose, about.filename) == ("batch_output", f"{batch.id}_output.jsonl")
-    assert batch.output_file_id in [one.id for one in client.files.list(purpose="batch_output")]
+    assert batch.output_file_id in [item.id for item in client.files.list(purpose="batch_output")]
     assert client.files.delete(batch.output_file_id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.content(batch.output_file_id)
@@ -110,8 +110,8 @@ def test_a_batch(client: openai.OpenAI) -> None:
 )
 def test_endpoints(client: openai.OpenAI, endpoint: str, body: dict[str, Any]) -> None:
     batch = run(client, [line("a", body, endpoint)], endpoint)
-    (one,) = results(client, batch.output_file_id).values()
-    assert one["response"]["body"]["usage"]
+    (result,) = results(client, batch.output_file_id).values()
+    assert result["response"]["body"]["usage"]
 
 
 def test_a_file_that_is_no_batch(client: openai.OpenAI, smol: Running) -> None:
@@ -216,7 +216,7 @@ class Folder:
     def output(self, id: str, name: str = "output_file_id") -> list[str]:
         """The custom ids of a batch's answers."""
         data = self.files.path(self.batches.batches[id][name]).read_bytes()
-        return [json.loads(one)["custom_id"] for one in data.splitlines()]
+        return [json.loads(line)["custom_id"] for line in data.splitlines()]
 
 
 def answers(line: BatchLine) -> tuple[int, Any, str]:
@@ -235,7 +235,7 @@ def test_a_server_that_is_killed(tmp_path: Path) -> None:
 
     asyncio.run(folder.run(some))
     output, errors = folder.batches.result_paths(folder.batches.batches[id])
-    known = [json.loads(one)["custom_id"] for one in output.read_bytes().splitlines()]
+    known = [json.loads(line)["custom_id"] for line in output.read_bytes().splitlines()]
     assert len(known) >= 6
     with output.open("ab") as file:
         file.write(b'{"custom_id": "19", "resp')
@@ -285,11 +285,11 @@ def test_a_batch_that_expires(tmp_path: Path) -> None:
     assert batch["status"] == "expired"
     assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
     data = folder.files.path(batch["error_file_id"]).read_bytes()
-    assert {json.loads(one)["error"]["code"] for one in data.splitlines()} == {"batch_expired"}
+    assert {json.loads(line)["error"]["code"] for line in data.splitlines()} == {"batch_expired"}
 
 
 def test_what_passes_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.server.openai.batch_runner._PAUSE", 0.001)
+    monkeypatch.setattr("jinfer.server.openai.batches._PAUSE", 0.001)
     folder, seen = Folder(tmp_path), []
 
     def busy(line: BatchLine) -> tuple[int, Any, str]:
@@ -316,23 +316,23 @@ def test_a_model_in_a_process_of_its_own(tmp_path: Path) -> None:
         writer.close()
 
     class Elsewhere(Models):
-        one = SimpleNamespace(name="m", worker=SimpleNamespace(socket=socket))
+        item = SimpleNamespace(name="m", worker=SimpleNamespace(socket=socket))
 
         @contextlib.asynccontextmanager
         async def use(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
-            if self.one.name:
-                raise RunsElsewhereError(self.one)
+            if self.item.name:
+                raise RunsElsewhereError(self.item)
             yield
 
         @contextlib.asynccontextmanager
-        async def keep_loaded(self, one: Any, *, awake: bool) -> AsyncIterator[Any]:
-            yield one
+        async def keep_loaded(self, item: Any, *, awake: bool) -> AsyncIterator[Any]:
+            yield item
 
     async def ask() -> Any:
         service = Service(ServerSettings(), Elsewhere(), None)  # type: ignore[arg-type]
         async with await asyncio.start_unix_server(answered, socket):
-            (one,) = read_lines(tmp_path / "a", CHAT, 500)
-            return await answer_line(service, CHAT, tmp_path / "a", one)
+            (item,) = read_lines(tmp_path / "a", CHAT, 500)
+            return await answer_line(service, CHAT, tmp_path / "a", item)
 
     status, body, _ = asyncio.run(ask())
     assert (status, body) == (200, {"a": 1})
@@ -357,11 +357,11 @@ def test_files_expire_and_are_bounded(tmp_path: Path) -> None:
         store.half().write_bytes(b"left over")
         (half := store.half()).write_bytes(name.encode() * 4)
         store.add(half, name, "batch", -1 if name == "a" else None)
-    assert [one.filename for one in store.listed()] == ["b"]
+    assert [item.filename for item in store.listed()] == ["b"]
     assert store.room() == 6
     store.close()
     again = FileStore(tmp_path, 10)
-    assert [one.bytes for one in again.listed()] == [4]
+    assert [item.bytes for item in again.listed()] == [4]
     assert len(list(again.files.iterdir())) == 2
 
 
@@ -381,4 +381,4 @@ def test_lines_that_are_no_requests(tmp_path: Path, text: bytes, code: str) -> N
     (tmp_path / "a").write_bytes(text)
     with pytest.raises(BatchErrors) as found:
         read_lines(tmp_path / "a", CHAT, 500)
-    assert [one["code"] for one in found.value.errors] == [code]
+    assert [error["code"] for error in found.value.errors] == [code]

@@ -89,10 +89,10 @@ def test_usage_in_every_piece(smol: Running) -> None:
         answer = http.post("/v1/chat/completions", json={**body, "stream_options": options})
     events = [line[6:] for line in answer.text.splitlines() if line]
     assert events[-1] == "[DONE]"
-    pieces = [json.loads(one) for one in events[:-1]]
-    assert [one["usage"]["completion_tokens"] for one in pieces] == [0, 1, 2, 3, 4, 4]
-    assert len({one["usage"]["prompt_tokens"] for one in pieces}) == 1
-    reasons = [choice["finish_reason"] for one in pieces for choice in one["choices"]]
+    pieces = [json.loads(event) for event in events[:-1]]
+    assert [piece["usage"]["completion_tokens"] for piece in pieces] == [0, 1, 2, 3, 4, 4]
+    assert len({piece["usage"]["prompt_tokens"] for piece in pieces}) == 1
+    reasons = [choice["finish_reason"] for piece in pieces for choice in piece["choices"]]
     assert reasons == [None] * 4 + ["length"]
 
 
@@ -112,7 +112,7 @@ def test_cached_tokens(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="smol", messages=messages, max_tokens=1).usage
         for _ in range(2)
     ]
-    cached = [one.prompt_tokens_details.cached_tokens for one in found]  # type: ignore[union-attr]
+    cached = [item.prompt_tokens_details.cached_tokens for item in found]  # type: ignore[union-attr]
     assert cached[0] is not None
     assert cached[1] == found[0].prompt_tokens - 1  # type: ignore[union-attr]
 
@@ -233,7 +233,7 @@ def test_prompt_log_probabilities(smol: Running) -> None:
     assert answer["prompt_token_ids"] == ids
     assert len(answer["prompt_logprobs"]) == len(ids)
     assert all(
-        str(id) in one for id, one in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        str(id) in item for id, item in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
     )
 
 
@@ -249,12 +249,12 @@ def test_several_conversations(smol: Running) -> None:
     path, more = "/v1/chat/completions", {"max_tokens": 4, "temperature": 0}
     talks = [[{"role": "user", "content": text}] for text in ("Hello", "What is 1+1?")]
     with smol.client() as http:
-        alone = [http.post(path, json={"messages": one, **more}).json() for one in talks]
+        alone = [http.post(path, json={"messages": talk, **more}).json() for talk in talks]
         both = http.post(f"{path}/batch", json={"messages": talks, **more}).json()
-        said = [one["choices"][0]["message"] for one in alone]
-        assert [one["message"] for one in both["choices"]] == said
-        assert [one["index"] for one in both["choices"]] == [0, 1]
-        total = sum(one["usage"]["total_tokens"] for one in alone)
+        said = [item["choices"][0]["message"] for item in alone]
+        assert [item["message"] for item in both["choices"]] == said
+        assert [item["index"] for item in both["choices"]] == [0, 1]
+        total = sum(item["usage"]["total_tokens"] for item in alone)
         assert both["usage"]["total_tokens"] == total
         for wrong, param in (
             ({"messages": [talks[0], [{"role": "x", "content": [1]}]]}, "messages.1.0.content.0"),

@@ -57,13 +57,13 @@ def test_a_question(ask: Any, smol: Running) -> None:
     asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
     with smol.client() as client:
         whole = client.post("/v1/chat/completions", json={**asked, "max_tokens": 8}).json()
-    wanted = whole["choices"][0]["message"]["content"]
-    assert wanted
-    assert ask("Why is the sky blue?", *SHORT) == (0, wanted + "\n", "")
-    assert ask("Why", "is", "the", "sky", "blue?", *SHORT) == (0, wanted + "\n", "")
+    expected = whole["choices"][0]["message"]["content"]
+    assert expected
+    assert ask("Why is the sky blue?", *SHORT) == (0, expected + "\n", "")
+    assert ask("Why", "is", "the", "sky", "blue?", *SHORT) == (0, expected + "\n", "")
     assert ask(*SHORT, "--url", f"{smol.url}/v1/", stdin=io.StringIO("Why is the sky blue?\n"))[
         :2
-    ] == (0, wanted + "\n")
+    ] == (0, expected + "\n")
     status, out, _ = ask("Why is the sky blue?", *SHORT, "--json")
     assert status == 0
     found = json.loads(out)
@@ -98,10 +98,10 @@ def test_flags(ask: Any) -> None:
 
 def test_a_text_without_a_template(ask: Any, smol: Running) -> None:
     llm = smol.model().llm
-    wanted = llm.generate("Once upon a time", max_tokens=8, strategy="greedy")[0].text
-    assert ask("Once", "upon a time", "--raw", *SHORT)[:2] == (0, wanted + "\n")
+    expected = llm.generate("Once upon a time", max_tokens=8, strategy="greedy")[0].text
+    assert ask("Once", "upon a time", "--raw", *SHORT)[:2] == (0, expected + "\n")
     found = json.loads(ask("Once upon a time", "--raw", "--json", "--logprobs", "2", *SHORT)[1])
-    assert found["choices"][0]["text"] == wanted
+    assert found["choices"][0]["text"] == expected
     assert len(found["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
     status, out, _ = ask("Once", "--raw", "-n", "2", "--max-tokens", "2", "--seed", "1")
     assert (status, out.count("--- ")) == (0, 2)
@@ -113,7 +113,7 @@ def test_a_text_without_a_template(ask: Any, smol: Running) -> None:
 
 
 def test_every_parameter_is_a_field_of_the_service() -> None:
-    values = {each.name: each.default for each in fields_of(SamplingParams)}
+    values = {item.name: item.default for item in fields_of(SamplingParams)}
     given = {**values, "json_schema": '{"type": "object"}', "logprobs": 2, "logit_bias": [(1, 2)]}
     for name, value in given.items():
         sent = sampling_fields({name: 1 if value is None else value})

@@ -24,10 +24,10 @@ class One:
 def test_the_oldest_of_the_address_with_most_gives_way() -> None:
     shares = Shares[One](5)
     few, many = [One("a"), One("a")], [One("b") for _ in range(5)]
-    for one in (*few, *many):
-        shares.take(one)
-    assert [one.gone for one in many] == [True, True, False, False, False]
-    assert not any(one.gone for one in few)
+    for item in (*few, *many):
+        shares.take(item)
+    assert [item.gone for item in many] == [True, True, False, False, False]
+    assert not any(item.gone for item in few)
     assert shares.total == 5
 
 
@@ -40,8 +40,8 @@ def test_amounts_count_and_what_is_released_is_free() -> None:
     shares.take(large, 10)
     shares.take(last, 1)
     assert (small.gone, large.gone, shares.total) == (False, True, 31)
-    for one in (small, small, large, last):
-        shares.release(one)
+    for item in (small, small, large, last):
+        shares.release(item)
     assert shares.total == 0
     assert not shares._by_address
     shares.displace()
@@ -83,15 +83,15 @@ def accepted(wait: int, *, limit: int = 1000, most: int = 1000) -> tuple[list[st
         with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
             where = listener.getsockname()
             sources = ["127.0.2.1"] * 100 + ["127.0.2.2"] * 2
-            clients = [socket.create_connection(where, 20, (one, 0)) for one in sources]
+            clients = [socket.create_connection(where, 20, (source, 0)) for source in sources]
             accepting = FairAccept([listener], lambda: noted, shares, [], most, None, 1.0)
             accepting.start()
             async with asyncio.timeout(60):
                 while len(noted.addresses) < wait:
                     await asyncio.sleep(0.01)
             accepting.stop()
-            for one in clients:
-                one.close()
+            for client in clients:
+                client.close()
 
     asyncio.run(accept())
     return noted.addresses, shares.total
@@ -102,7 +102,7 @@ def test_each_address_has_its_turn() -> None:
     addresses, held = accepted(102)
     assert addresses.count("127.0.2.2") == 2
     # Accepted in rounds of 64: most of the hundred are set up after them.
-    assert max(i for i, one in enumerate(addresses) if one == "127.0.2.2") < 80
+    assert max(i for i, address in enumerate(addresses) if address == "127.0.2.2") < 80
     assert held == 0
 
 

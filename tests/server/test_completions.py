@@ -39,15 +39,15 @@ def test_several_prompts(client: openai.OpenAI, smol: Running) -> None:
     prompts = [f"{number} and {number + 1} are" for number in range(20)]
     answer = client.completions.create(model="smol", prompt=prompts, temperature=0, max_tokens=4)
     expected = smol.model().llm.generate(prompts, SamplingParams(max_tokens=4))
-    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.text for choice in answer.choices] == [item.text for item in expected]
     assert [choice.index for choice in answer.choices] == list(range(20))
     ids = [smol.model().llm.encode(prompt) for prompt in prompts]
     again = client.completions.create(model="smol", prompt=ids, temperature=0, max_tokens=4)
-    assert [choice.text for choice in again.choices] == [one.text for one in expected]
+    assert [choice.text for choice in again.choices] == [item.text for item in expected]
     assert again.usage is not None
     assert again.usage.prompt_tokens == sum(map(len, ids))
-    one = client.completions.create(model="smol", prompt=ids[0], temperature=0, max_tokens=4)
-    assert one.choices[0].text == expected[0].text
+    item = client.completions.create(model="smol", prompt=ids[0], temperature=0, max_tokens=4)
+    assert item.choices[0].text == expected[0].text
 
 
 def test_a_stream(client: openai.OpenAI, smol: Running) -> None:
@@ -105,9 +105,9 @@ def test_offsets_are_in_characters_of_the_text(smol: Running, ids: bool, stream:
             answer = http.post("/v1/completions", json={"prompt": prompt, "stream": True, **more})
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         choices = [json.loads(line)["choices"][0] for line in lines]
-        shown = "".join(one["text"] for one in choices)
-        offsets = [at for one in choices for at in one["logprobs"]["text_offset"]]
-        tokens = [token for one in choices for token in one["logprobs"]["tokens"]]
+        shown = "".join(choice["text"] for choice in choices)
+        offsets = [at for choice in choices for at in choice["logprobs"]["text_offset"]]
+        tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
     else:
         (choice,) = asked(smol, prompt=prompt, echo=True, **more)["choices"]
         shown, found = choice["text"], choice["logprobs"]
@@ -131,8 +131,8 @@ def test_offsets_of_the_end_of_a_prompt(smol: Running) -> None:
         assert choice["text"][at:].startswith(token)
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
+@pytest.mark.parametrize("limit", [0, 1])
+def test_what_lm_eval_asks_for(smol: Running, limit: int) -> None:
     """Its `local-completions` reads the log-probabilities of a prompt's end."""
     llm = smol.model().llm
     context, end = llm.encode("The sky is"), llm.encode(" blue")
@@ -141,16 +141,16 @@ def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
         model="smol",
         prompt=[context + end],
         temperature=0,
-        max_tokens=most,
+        max_tokens=limit,
         logprobs=1,
         seed=1234,
         echo=True,
     )
     found = answer["choices"][0]["logprobs"]
-    assert len(found["token_logprobs"]) == len(context + end) + most
+    assert len(found["token_logprobs"]) == len(context + end) + limit
     scored = found["token_logprobs"][len(context) : len(context + end)]
     np.testing.assert_allclose(sum(scored), llm.score([context + end])[0][-1], atol=1e-4)
-    assert answer["usage"]["completion_tokens"] == most
+    assert answer["usage"]["completion_tokens"] == limit
 
 
 def test_prompt_log_probabilities(smol: Running) -> None:
@@ -159,8 +159,8 @@ def test_prompt_log_probabilities(smol: Running) -> None:
     found = choice["prompt_logprobs"]
     assert found[0] is None
     assert len(found) == len(ids)
-    assert all(str(id) in one for id, one in zip(ids[1:], found[1:], strict=True))
-    assert [one["rank"] for one in found[1].values() if "rank" in one] == [1, 2]
+    assert all(str(id) in item for id, item in zip(ids[1:], found[1:], strict=True))
+    assert [item["rank"] for item in found[1].values() if "rank" in item] == [1, 2]
 
 
 def test_ids_of_an_answer(smol: Running) -> None:
@@ -225,7 +225,7 @@ def test_a_field_is_honoured(smol: Running, field: str, value: Any, text: str | 
 def test_the_best_beams(smol: Running) -> None:
     given = {"prompt": TEXT, "max_tokens": 6, "use_beam_search": True, "beams": 3}
     best = asked(smol, **given)["choices"][0]["text"]
-    texts = [one["text"] for one in asked(smol, **given, n=3)["choices"]]
+    texts = [item["text"] for item in asked(smol, **given, n=3)["choices"]]
     assert texts[0] == best
     assert len(set(texts)) == 3
     for more in ({"n": 4}, {"n": 2, "best_of": 3}):
@@ -255,10 +255,10 @@ def test_tokens_by_their_ids(smol: Running, route: str) -> None:
     (choice,) = answer["choices"]
     found = choice["logprobs"]
     ids = choice["token_ids"] if chat else [*choice["prompt_token_ids"], *choice["token_ids"]]
-    tokens = [one["token"] for one in found["content"]] if chat else found["tokens"]
+    tokens = [item["token"] for item in found["content"]] if chat else found["tokens"]
     assert tokens == [f"token_id:{id}" for id in ids]
-    tops = [one["top_logprobs"][0]["token"] for one in found["content"]] if chat else [
-        name for one in found["top_logprobs"] if one for name in one
+    tops = [item["top_logprobs"][0]["token"] for item in found["content"]] if chat else [
+        name for item in found["top_logprobs"] if item for name in item
     ]  # fmt: skip
     assert all(name.startswith("token_id:") for name in tops)
 

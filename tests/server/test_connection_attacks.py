@@ -24,16 +24,16 @@ async def attack_in_turn(port: int, watch: Watch, streams: int, seconds: float) 
     """Attacks of each kind in turn, by an address with 5,000 connections and by 200 with 20."""
     await watch.learn(range(8))
     rounds = max(1, round(seconds / 180))
-    each = seconds / rounds / len(KINDS)
+    item = seconds / rounds / len(KINDS)
     total, lost = 0, list[str]()
     for kind in KINDS * rounds:
         watch.begin()
-        async with attacked(port, kind, 5000, 1) as one, attacked(port, kind, 20, 200) as many:
-            await watch.watch(streams, each)
+        async with attacked(port, kind, 5000, 1) as single, attacked(port, kind, 20, 200) as many:
+            await watch.watch(streams, item)
         print(
             f"{kind}: longest gap {watch.gap:.2f} s, longest /health {watch.health:.2f} s, "
             f"{watch.checks} checks, {watch.answers} answers, {len(watch.wrong)} lost; "
-            f"one address {one[0]}, 200 {many[0]}",
+            f"one address {single[0]}, 200 {many[0]}",
             flush=True,
         )
         total, lost = total + watch.answers, lost + watch.wrong

@@ -49,9 +49,9 @@ def test_an_answer_is_as_described(smol: Running, path: str, body: Any) -> None:
 
 def test_every_route_is_described() -> None:
     paths = openapi_document(ENDPOINTS)["paths"]
-    for one in ENDPOINTS:
-        for path in one.paths:
-            assert one.method.lower() in paths[path.replace(":path}", "}")]
+    for item in ENDPOINTS:
+        for path in item.paths:
+            assert item.method.lower() in paths[path.replace(":path}", "}")]
 
 
 def test_a_page_without_another_host(smol: Running) -> None:

@@ -62,15 +62,15 @@ def test_embeddings(client_: openai.OpenAI, encoder: Running) -> None:
     expected = encoder.model("minilm").llm.embed(TEXTS)
     # openai-python asks for base64 where nothing is said.
     answer = client_.embeddings.create(model="minilm", input=TEXTS)
-    found = np.array([one.embedding for one in answer.data])
+    found = np.array([item.embedding for item in answer.data])
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert [one.index for one in answer.data] == [0, 1, 2]
+    assert [item.index for item in answer.data] == [0, 1, 2]
     llm = encoder.model("minilm").llm
     assert answer.usage.prompt_tokens == sum(len(llm.encode(text)) for text in TEXTS)
     plain = client_.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
     np.testing.assert_allclose(plain.data[0].embedding, expected[0], atol=1e-6)
     ids = client_.embeddings.create(model="minilm", input=[llm.encode(text) for text in TEXTS])
-    np.testing.assert_allclose([one.embedding for one in ids.data], expected, atol=1e-6)
+    np.testing.assert_allclose([item.embedding for item in ids.data], expected, atol=1e-6)
     # Texts and ids together, and llama.cpp's name of them.
     forms: list[tuple[str, Any]] = [
         ("input", [TEXTS[0], llm.encode(TEXTS[1]), TEXTS[2]]),
@@ -79,7 +79,7 @@ def test_embeddings(client_: openai.OpenAI, encoder: Running) -> None:
     ]
     for name, given in forms:
         mixed = posted(encoder, "/embeddings", model="minilm", **{name: given})
-        found = np.array([one["embedding"] for one in mixed["data"]])
+        found = np.array([item["embedding"] for item in mixed["data"]])
         np.testing.assert_allclose(found, expected, atol=1e-6)
     error = posted(encoder, "/embeddings", 400, model="minilm", input="a", content="a")
     assert error["param"] == "input"
@@ -118,7 +118,7 @@ def test_a_long_text(encoder: Running) -> None:
 def test_many_texts(encoder: Running) -> None:
     texts = [f"{'word ' * (i % 7)} number {i}" for i in range(30)]
     answer = posted(encoder, "/v1/embeddings", input=texts)
-    found = np.array([one["embedding"] for one in answer["data"]])
+    found = np.array([item["embedding"] for item in answer["data"]])
     np.testing.assert_allclose(found, encoder.model().llm.embed(texts), atol=1e-5)
 
 
@@ -145,8 +145,8 @@ def test_prompts(encoder: Running) -> None:
     for name, text, begin in ((None, "d e", 2), ("query", "a b e", 3), ("passage", "c e", 2)):
         named: dict[str, Any] = {} if name is None else {"prompt_name": name}
         answer = posted(encoder, "/v1/embeddings", model="bert", input=["e"], **named)
-        wanted = llm.hidden([llm.encode(text)])[0][begin]
-        np.testing.assert_allclose(answer["data"][0]["embedding"], wanted, rtol=0, atol=1e-4)
+        expected = llm.hidden([llm.encode(text)])[0][begin]
+        np.testing.assert_allclose(answer["data"][0]["embedding"], expected, rtol=0, atol=1e-4)
         assert answer["usage"]["prompt_tokens"] == len(llm.encode(text))
     ids = llm.encode("e")
     answer = posted(encoder, "/v1/embeddings", model="bert", input=[ids], dimensions=4)
@@ -162,7 +162,7 @@ def test_rerank_with_the_prompts_of_queries_and_documents(encoder: Running) -> N
     documents = llm.embed(["f g", "h"], prompt_name="passage")
     answer = posted(encoder, "/v1/rerank", model="bert", query="e", documents=["f g", "h"])
     assert answer["similarity"] == "dot"
-    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
     assert [scores[0], scores[1]] == pytest.approx([float(query @ d) for d in documents], rel=1e-4)
     jsonschema.validate(answer, schema_of("/v1/rerank", "post"))
 
@@ -186,13 +186,13 @@ def test_rerank_as_tei_asks(encoder: Running) -> None:
 
 def test_score(encoder: Running) -> None:
     answer = posted(encoder, "/score", text_1=TEXTS[0], text_2=TEXTS)
-    scores = [one["score"] for one in answer["data"]]
+    scores = [item["score"] for item in answer["data"]]
     assert scores[0] == pytest.approx(1, abs=1e-5)
     assert scores[1] > scores[2]
     assert answer["similarity"] == "cosine"
     jsonschema.validate(answer, schema_of("/score", "post"))
     pairs = posted(encoder, "/v1/score", text_1=TEXTS, text_2=TEXTS)
-    assert [one["score"] for one in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-5)
+    assert [pair["score"] for pair in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-5)
 
 
 def test_fill_mask(encoder: Running) -> None:
@@ -201,8 +201,8 @@ def test_fill_mask(encoder: Running) -> None:
     answer = posted(encoder, "/fill-mask", model="bert", input=[text, "[MASK]"], top_k=3)
     expected = llm.fill_mask(text, top=3)
     masks = answer["data"][0]["masks"]
-    assert [[one["token_id"] for one in mask] for mask in masks] == [
-        [one.id for one in mask] for mask in expected
+    assert [[item["token_id"] for item in mask] for mask in masks] == [
+        [item.id for item in mask] for mask in expected
     ]
     assert len(answer["data"]) == 2
 
@@ -250,7 +250,7 @@ def test_what_is_refused(
 def test_both_are_listed(encoder: Running) -> None:
     with encoder.client() as http:
         models = http.get("/v1/models").json()["data"]
-    assert [one["id"] for one in models] == ["minilm", "bert"]
+    assert [model["id"] for model in models] == ["minilm", "bert"]
     assert "fill-mask" in models[1]["capabilities"]
     assert Path(encoder.model("bert").source.path).is_dir()
 

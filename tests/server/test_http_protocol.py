@@ -30,8 +30,8 @@ def server() -> Iterator[Running]:
     """No model: these requests reach none."""
     with serving(
         [], ServerSettings(keys=("secret",), warm_up=False), wait=False, protocol=Impatient
-    ) as one:
-        yield one
+    ) as item:
+        yield item
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def asked(connection: socket.socket) -> bytes:
 def test_the_oldest_idle_connections_give_way(patient: Running) -> None:
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(patient)) for _ in range(Impatient.max_waiting + 4)]
-        assert [answer(one) for one in held[:4]] == [b""] * 4
-        assert all(asked(one).startswith(b"HTTP/1.1 ") for one in held[4:])
+        assert [answer(item) for item in held[:4]] == [b""] * 4
+        assert all(asked(item).startswith(b"HTTP/1.1 ") for item in held[4:])
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: ", b"POST / HTTP/1.1\r\n"])
@@ -151,11 +151,11 @@ def test_an_address_with_few_connections_keeps_them(patient: Running, begun: byt
     with contextlib.ExitStack() as stack:
         few = [stack.enter_context(connected(patient, "127.0.2.1")) for _ in range(2)]
         many = [stack.enter_context(connected(patient)) for _ in range(40)]
-        for one in many:
+        for item in many:
             with contextlib.suppress(ConnectionError):
-                one.sendall(begun)
+                item.sendall(begun)
         assert answer(many[0]) == b""
-        assert all(asked(one).startswith(b"HTTP/1.1 ") for one in few)
+        assert all(asked(item).startswith(b"HTTP/1.1 ") for item in few)
 
 
 def test_bodies_share_their_memory() -> None:
@@ -245,13 +245,13 @@ def test_requests_that_run_keep_their_connections() -> None:
     with running(app) as place, contextlib.ExitStack() as stack:
         held = list[socket.socket]()
         for _ in range(count):
-            held.append(one := stack.enter_context(socket.create_connection(place, 60)))
-            one.sendall(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            held.append(item := stack.enter_context(socket.create_connection(place, 60)))
+            item.sendall(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
             assert begun.acquire(timeout=60)
         idle = [stack.enter_context(socket.create_connection(place)) for _ in range(2 * count)]
         assert idle[0].recv(1) == b""
         many.set()
-        assert all(b"done" in answer(one) for one in held)
+        assert all(b"done" in answer(item) for item in held)
 
 
 def test_who_does_not_read_gives_way() -> None:

@@ -10,8 +10,7 @@ import pytest
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.sampling_fields import FOREIGN_FIELDS
 from jinfer.server.http.http_errors import ApiError
-from jinfer.server.http.ignored_fields import HEADER, MAX_NAMED, ignored_fields
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.request_body import HEADER, MAX_NAMED, ignored_fields, validated
 from jinfer.server.openai.completions import CompletionRequest
 from tests.server.running import Running
 from tools import peer_fields_reference
@@ -63,7 +62,7 @@ def test_a_field_that_changes_nothing(
     smol: Running, path: str, change: dict[str, Any], name: str, caplog: Any
 ) -> None:
     def logged() -> list[Any]:
-        return [one.ignored for one in caplog.records if hasattr(one, "ignored")]
+        return [record.ignored for record in caplog.records if hasattr(record, "ignored")]
 
     with caplog.at_level(logging.INFO, "jinfer.access"), smol.client() as http:
         answer = http.post(path, json=BODIES[path] | change)
@@ -113,7 +112,7 @@ def test_fields_of_others() -> None:
         body = BODIES[CHAT] | {name: CHANGE.get(name, 5)}
         handling = peer_fields_reference.treatment(CHAT, name)
         if handling.startswith("ignored"):
-            assert [one for one, _ in ignored_fields(validated(body, ChatRequest))] == [name]
+            assert [item for item, _ in ignored_fields(validated(body, ChatRequest))] == [name]
             continue
         assert handling.startswith("rejected"), name
         with pytest.raises(ApiError) as found:
@@ -171,7 +170,7 @@ def test_other_tools_leave_functions_alone(smol: Running) -> None:
     tools = {"tools": [{"type": "web_search", "filters": {}}, tool]}
     with smol.client() as http:
         answer = http.post(RESPONSES, json=BODIES[RESPONSES] | tools)
-        assert [one["name"] for one in answer.json()["tools"]] == ["f"]
+        assert [item["name"] for item in answer.json()["tools"]] == ["f"]
         wrong = {"tools": [{"type": "web_search"}, {**tool, "name": "a b"}]}
         error = http.post(RESPONSES, json=BODIES[RESPONSES] | wrong).json()["error"]
         assert error["param"] == "tools.1.name"

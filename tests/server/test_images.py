@@ -16,7 +16,7 @@ from PIL import Image
 
 from jinfer.loader.open_model import open_files
 from jinfer.server.http import fetch_image as fetching
-from jinfer.server.http.ignored_fields import HEADER
+from jinfer.server.http.request_body import HEADER
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_fetch_image import Site, respond

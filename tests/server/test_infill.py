@@ -50,7 +50,7 @@ def test_a_suffix(smol: Running, client: openai.OpenAI, fim: FimTokens, stream: 
     asked = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 8, "temperature": 0}
     if stream:
         pieces = client.completions.create(model="smol", stream=True, **asked)  # type: ignore[call-overload]
-        assert "".join(one.choices[0].text for one in pieces) == expected.text
+        assert "".join(piece.choices[0].text for piece in pieces) == expected.text
         return
     answer = client.completions.create(model="smol", **asked)  # type: ignore[call-overload]
     assert answer.choices[0].text == expected.text

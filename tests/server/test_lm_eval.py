@@ -15,29 +15,29 @@ from jinfer import SamplingParams
 from tests.server.running import Running
 
 RECORDED = json.loads(Path(__file__).with_name("lm_eval.json").read_text())
-SCORED = [one for one in RECORDED if "contexts" in one]
-TEXTS = [one for one in RECORDED if "contexts" not in one and "prompt" in one["body"]]
-CHATS = [one for one in RECORDED if "messages" in one["body"]]
+SCORED = [item for item in RECORDED if "contexts" in item]
+TEXTS = [item for item in RECORDED if "contexts" not in item and "prompt" in item["body"]]
+CHATS = [item for item in RECORDED if "messages" in item["body"]]
 
 
-def answered(smol: Running, one: dict[str, Any]) -> list[dict[str, Any]]:
+def answered(smol: Running, item: dict[str, Any]) -> list[dict[str, Any]]:
     with smol.client() as http:
-        answer = http.post(one["path"], json=one["body"])
+        answer = http.post(item["path"], json=item["body"])
     assert answer.status_code == 200, answer.text
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
     assert [choice["index"] for choice in choices] == [*range(len(choices))]
     return choices
 
 
-@pytest.mark.parametrize("one", SCORED)
-def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) -> None:
+@pytest.mark.parametrize("item", SCORED)
+def test_how_likely_the_ends_of_prompts_are(smol: Running, item: dict[str, Any]) -> None:
     llm = smol.model().llm
-    prompts, most = one["body"]["prompt"], one["body"]["max_tokens"]
-    choices = answered(smol, one)
+    prompts, limit = item["body"]["prompt"], item["body"]["max_tokens"]
+    choices = answered(smol, item)
     greedy = []
-    for ids, context, choice in zip(prompts, one["contexts"], choices, strict=True):
+    for ids, context, choice in zip(prompts, item["contexts"], choices, strict=True):
         found = choice["logprobs"]
-        end = -1 if most else None
+        end = -1 if limit else None
         logprobs = found["token_logprobs"][context:end]
         tops = found["top_logprobs"][context:end]
         assert len(logprobs) == len(tops) == len(ids) - context
@@ -48,7 +48,7 @@ def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) 
         likeliest = [own == max(top.values()) for own, top in zip(logprobs, tops, strict=True)]
         assert likeliest == (best == ids[context:]).tolist()
         greedy += likeliest
-        assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + most
+        assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + limit
         assert choice["text"].startswith(llm.session.tokenizer.decode(ids))
     assert len(prompts) == 1 or set(greedy) == {True, False}
 
@@ -63,17 +63,17 @@ def test_parts_of_characters_differ(smol: Running) -> None:
     assert any(key.startswith("bytes:\\x") for top in tops for key in top)
 
 
-@pytest.mark.parametrize("one", TEXTS)
-def test_continued_texts(smol: Running, one: dict[str, Any]) -> None:
-    body = one["body"]
+@pytest.mark.parametrize("item", TEXTS)
+def test_continued_texts(smol: Running, item: dict[str, Any]) -> None:
+    body = item["body"]
     how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
     expected = smol.model().llm.generate(body["prompt"], how)
-    assert [choice["text"] for choice in answered(smol, one)] == [one.text for one in expected]
+    assert [choice["text"] for choice in answered(smol, item)] == [item.text for item in expected]
 
 
-@pytest.mark.parametrize("one", CHATS)
-def test_answered_messages(smol: Running, one: dict[str, Any]) -> None:
-    body = one["body"]
+@pytest.mark.parametrize("item", CHATS)
+def test_answered_messages(smol: Running, item: dict[str, Any]) -> None:
+    body = item["body"]
     how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
     expected = smol.model().llm.chat(body["messages"], how)
-    assert [choice["message"]["content"] for choice in answered(smol, one)] == [expected.text]
+    assert [choice["message"]["content"] for choice in answered(smol, item)] == [expected.text]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from jinfer.loader.open_model import open_files
-from jinfer.server.http.ignored_fields import HEADER
+from jinfer.server.http.request_body import HEADER
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of
@@ -44,8 +44,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     settings = ServerSettings(keys=("first", "second"), warm_up=False)
     with serving([SMOL, ModelSource("tiny", str(tiny), own)], settings) as running:
         yield running
-        for one in running.service.models.models:
-            assert running.holds_nothing(one.name)
+        for model in running.service.models.models:
+            assert running.holds_nothing(model.name)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def post(running: Running, path: str = MESSAGES, **body: Any) -> httpx.Response:
 def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream, each of which is named by its type."""
     events = []
-    for one in text.strip().split("\n\n"):
-        if one.startswith(":"):
+    for item in text.strip().split("\n\n"):
+        if item.startswith(":"):
             continue  # a comment, before the model is there
-        name, data = one.split("\n")
+        name, data = item.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
     return events
@@ -82,7 +82,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 def test_an_answer(client: anthropic.Anthropic, running: Running) -> None:
     for cached in (0, 30):
         answer = create(client)
-        assert [(one.type, one.text) for one in answer.content] == [("text", ANSWER)]
+        assert [(item.type, item.text) for item in answer.content] == [("text", ANSWER)]
         assert answer.id.startswith("msg_")
         assert (answer.role, answer.stop_reason, answer.stop_sequence) == (
             "assistant",
@@ -151,7 +151,7 @@ def test_calls(client: anthropic.Anthropic, running: Running) -> None:
     assert (call.type, call.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
     assert call.input["city"] in ("Paris", "Rome")
     pieces = list(create(client, **given, stream=True))
-    said = [one.delta.partial_json for one in pieces if one.type == "content_block_delta"]
+    said = [piece.delta.partial_json for piece in pieces if piece.type == "content_block_delta"]
     assert len(said) > 1
     assert json.loads("".join(said)) == call.input
     assert pieces[-2].delta.stop_reason == "tool_use"
@@ -166,7 +166,7 @@ def test_calls(client: anthropic.Anthropic, running: Running) -> None:
     ]
     assert create(client, messages=again, tools=[WEATHER]).content[0].type == "text"
     any_ = create(client, **{**given, "tool_choice": {"type": "any"}, "model": "tiny"})
-    assert {one.type for one in any_.content} == {"tool_use"}
+    assert {item.type for item in any_.content} == {"tool_use"}
     cut = create(client, **{**given, "max_tokens": 12})
     assert cut.stop_reason == "max_tokens"
 
@@ -199,10 +199,10 @@ def test_calls_that_nothing_binds_come_whole(running: Running) -> None:
         for eager in (False, True):
             tools = [{**WEATHER, "eager_input_streaming": eager}, NOW]
             events = events_of(post(running, **{**given, "tools": tools}, stream=True).text)
-            deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
-            pieces.append([one["partial_json"] for one in deltas])
+            deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+            pieces.append([delta["partial_json"] for delta in deltas])
             assert events[-2]["delta"]["stop_reason"] == "tool_use"
-            kinds = [one["type"] for one in events]
+            kinds = [event["type"] for event in events]
             begun, ended = map(kinds.index, ("content_block_start", "content_block_stop"))
             # Pieces that follow one another sooner than a ping is due have none between them.
             assert eager or "ping" not in kinds[begun:ended]
@@ -230,7 +230,7 @@ def test_thoughts(client: anthropic.Anthropic) -> None:
     ) as stream:
         assert stream.get_final_message().content[0].model_dump() == thought.model_dump()
     off = create(client, model="tiny", thinking={"type": "disabled"}, max_tokens=3)
-    assert [one.type for one in off.content] == ["text"]
+    assert [item.type for item in off.content] == ["text"]
     again = [*HELLO, {"role": "assistant", "content": answer.content}, *HELLO]
     assert create(client, **given, messages=again, max_tokens=1).usage.output_tokens == 1
 
@@ -328,15 +328,15 @@ def test_a_coding_agent(running: Running) -> None:
     assert len(session["shared"]["tools"]) == 20
     ignored = ["messages.5.content.0.type", "output_config.effort", "context_management"]
     cached = 0
-    for one in session["requests"]:
-        body = {k: session["shared"][k] if v == "shared" else v for k, v in one["body"].items()}
+    for item in session["requests"]:
+        body = {k: session["shared"][k] if v == "shared" else v for k, v in item["body"].items()}
         if isinstance(body["messages"], int):
             body["messages"] = session["messages"][: body["messages"]]
         body["model"] = "tiny"
-        if "count_tokens" not in one["path"]:
+        if "count_tokens" not in item["path"]:
             body["max_tokens"] = min(body["max_tokens"], 4)
         headers = {**KEY, "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
-        answer = httpx.post(running.url + one["path"], json=body, headers=headers, timeout=60)
+        answer = httpx.post(running.url + item["path"], json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         assert set(filter(None, answer.headers.get(HEADER, "").split(", "))) <= set(ignored)
         if body.get("stream"):

@@ -39,8 +39,8 @@ def test_models_in_a_folder(tmp_path: Path) -> None:
         "set": "set-00001-of-00003.gguf",
     }
     found = ModelRegistry(folder=tmp_path).sources()
-    assert {one.name: str(Path(one.path).relative_to(tmp_path)) for one in found} == expected
-    assert all(one.on_demand for one in found)
+    assert {item.name: str(Path(item.path).relative_to(tmp_path)) for item in found} == expected
+    assert all(item.on_demand for item in found)
 
 
 def test_models_of_a_file(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ class World:
 
     async def asks(self, name: str, hold: asyncio.Event | None = None, **more: Any) -> str:
         """A request that uses a model until `hold` is set."""
-        async with self.manager.use(name, **more) as one:
-            self.log.append(f"use {one.name}")
+        async with self.manager.use(name, **more) as item:
+            self.log.append(f"use {item.name}")
             if hold is not None:
                 await hold.wait()
-            return one.name
+            return item.name
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -173,24 +173,24 @@ def test_no_room_is_reported_after_model_wait(world: Any) -> None:
 
 def test_a_model_is_unloaded_when_its_requests_have_ended(world: Any) -> None:
     async def scene(w: World) -> None:
-        one, hold = w.manager.by_name("a"), asyncio.Event()
+        item, hold = w.manager.by_name("a"), asyncio.Event()
         busy = asyncio.create_task(w.asks("a", hold))
         await w.until(lambda: "use a" in w.log)
-        unload = asyncio.create_task(w.manager.unload(one))
+        unload = asyncio.create_task(w.manager.unload(item))
         late = asyncio.create_task(w.asks("a"))
         await asyncio.sleep(0.02)
-        assert (w.state("a"), one.users) == ("loaded", 1)
+        assert (w.state("a"), item.users) == ("loaded", 1)
         unload.cancel()  # whoever asked for it has gone: nobody waits for it any more
         assert await late == "a"
-        unload = asyncio.create_task(w.manager.unload(one))
+        unload = asyncio.create_task(w.manager.unload(item))
         late = asyncio.create_task(w.asks("a"))
         await asyncio.sleep(0.02)
         hold.set()
         assert await asyncio.gather(busy, unload, late) == ["a", None, "a"]
         assert w.log.count("open a") == 2
-        await w.manager.unload(one)
+        await w.manager.unload(item)
         assert w.state("a") == "unloaded"
-        await w.manager.unload(one)  # nothing happens
+        await w.manager.unload(item)  # nothing happens
 
     world(scene, 1)
 
@@ -241,18 +241,18 @@ def test_a_model_that_nobody_asks_sleeps_and_leaves(world: Any) -> None:
 
 def test_a_sleeping_model_needs_room_to_wake(world: Any) -> None:
     async def scene(w: World) -> None:
-        one = w.manager.by_name("a")
+        item = w.manager.by_name("a")
         with pytest.raises(ApiError, match="a is not loaded"):
-            await w.manager.sleep(one, 1)
+            await w.manager.sleep(item, 1)
         await w.asks("a")
-        await w.manager.sleep(one, 2)
+        await w.manager.sleep(item, 2)
         await w.asks("b")  # it has the place of the one that sleeps
         assert (w.state("a"), w.state("b")) == ("sleeping", "loaded")
         async with w.manager.peek("a") as seen:
             assert seen.state == "sleeping"
         await w.asks("a")
         assert (w.state("a"), w.state("b")) == ("loaded", "unloaded")
-        await w.manager.sleep(one, 1)
+        await w.manager.sleep(item, 1)
         await w.asks("b")  # the weights of the one that sleeps are in memory: it leaves
         assert (w.state("a"), w.state("b")) == ("unloaded", "loaded")
 

@@ -16,8 +16,8 @@ import pytest
 
 from jinfer import LLM
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
-from jinfer.server.models.model_loading import open_beside
 from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.models.model_residency import open_beside
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_operation import until
 
@@ -57,7 +57,7 @@ def listed(http: httpx.Client, **query: Any) -> dict[str, Any]:
     """The models by name, with their status."""
     answer = http.get("/v1/models", params=query)
     assert answer.status_code == 200, answer.text
-    return {one["id"]: one["status"] for one in answer.json()["data"]}
+    return {item["id"]: item["status"] for item in answer.json()["data"]}
 
 
 def state(http: httpx.Client, name: str) -> str:
@@ -134,7 +134,7 @@ def test_a_model_sleeps_and_wakes(http: httpx.Client) -> None:
         assert answered(http, "one")["choices"] == before  # a request wakes it
         assert state(http, "one") == "loaded"
     assert http.post("/sleep").status_code == 200
-    assert "loaded" not in {one["value"] for one in listed(http).values()}
+    assert "loaded" not in {item["value"] for item in listed(http).values()}
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert http.post("/wake_up").status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
@@ -144,19 +144,19 @@ def test_a_model_sleeps_and_wakes(http: httpx.Client) -> None:
 
 def test_ollama_sees_all_models(running: Running, http: httpx.Client) -> None:
     with ollama.Client(running.url, timeout=60) as client:
-        names = [one.model for one in client.list().models]
+        names = [model.model for model in client.list().models]
         assert names == ["three", "damaged", "empty", "one", "two"]
         done(http, "/models/unload", model="one")
         shown = client.show("one")  # which does not load it
         assert shown.details is not None
         assert (shown.details.format, state(http, "one")) == ("safetensors", "unloaded")
         assert client.generate("one").done_reason == "load"
-        assert "one" in {one.name for one in client.ps().models}
-        kept = next(one for one in client.ps().models if one.name == "one")
+        assert "one" in {model.name for model in client.ps().models}
+        kept = next(model for model in client.ps().models if model.name == "one")
         assert kept.expires_at is not None
         assert kept.expires_at.year == 9999
         client.generate("one", keep_alive="5m")
-        kept = next(one for one in client.ps().models if one.name == "one")
+        kept = next(model for model in client.ps().models if model.name == "one")
         assert kept.expires_at is not None
         assert 200 < kept.expires_at.timestamp() - time.time() < 301
         assert client.generate("one", keep_alive=0).done_reason == "unload"
@@ -236,7 +236,7 @@ def test_no_room_while_models_are_in_use(running: Running, http: httpx.Client) -
 def nices(pid: int) -> set[tuple[str, int]]:
     """The names of a process's threads, and how nice each is."""
     stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    pairs = [one.partition("(")[2].rpartition(")") for one in stats]
+    pairs = [stat.partition("(")[2].rpartition(")") for stat in stats]
     return {(name, int(rest.split()[16])) for name, _, rest in pairs}
 
 
@@ -257,7 +257,7 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         assert lines[0] == ": ping"  # while it was loaded
         assert lines[-1] == "data: [DONE]"
         pieces = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
-        assert [id for (one,) in pieces for id in one.get("token_ids") or ()] == ids
+        assert [id for (item,) in pieces for id in item.get("token_ids") or ()] == ids
         worker = running.model("one").worker
         assert worker is not None
         # What loads leaves the processors to the models that answer; what computes does not.

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from jinfer.server.http.http_errors import ApiError
-from jinfer.server.http.multipart import MultipartParser, boundary_of
+from jinfer.server.openai.files import MultipartParser, boundary_of
 
 
 def parsed(body: bytes, piece: int) -> tuple[dict[str, str], str | None, bytes]:

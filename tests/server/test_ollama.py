@@ -40,8 +40,8 @@ def running() -> Iterator[Running]:
     ]
     with serving(sources, ServerSettings(warm_up=False, keys=(KEY,))) as running:
         yield running
-        for one in running.service.models.models:
-            assert running.holds_nothing(one.name)
+        for model in running.service.models.models:
+            assert running.holds_nothing(model.name)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_a_chat(client: ollama.Client, http: httpx.Client) -> None:
     assert (whole.total_duration or 0) > (whole.eval_duration or 0) > 0
     *lines, last = client.chat("hermes", HELLO, options=GREEDY, stream=True)
     assert len(lines) > 4
-    assert "".join(one.message.content or "" for one in lines) == expected
-    assert not any(one.done for one in lines)
+    assert "".join(line.message.content or "" for line in lines) == expected
+    assert not any(line.done for line in lines)
     assert (last.message.content, last.done_reason, last.eval_count) == ("", "length", 8)
     for body in ({"stream": False}, {"stream": False, "messages": []}):
         asked = {"model": "hermes", "messages": HELLO, "options": GREEDY, **body}
@@ -122,10 +122,10 @@ def test_tokens_and_log_probabilities(client: ollama.Client) -> None:
     given: dict[str, Any] = {"options": options, "logprobs": True, "top_logprobs": 2}
     whole = client.generate("hermes", STORY, **given)
     assert whole.logprobs is not None
-    assert "".join(one.token for one in whole.logprobs) == whole.response
-    assert all(one.logprob == one.top_logprobs[0].logprob for one in whole.logprobs)
+    assert "".join(logprob.token for logprob in whole.logprobs) == whole.response
+    assert all(logprob.logprob == logprob.top_logprobs[0].logprob for logprob in whole.logprobs)
     raw = list(client.generate("hermes", "Once upon a", raw=True, stream=True, **given))
-    assert sum(len(one.logprobs or ()) for one in raw) == 3
+    assert sum(len(item.logprobs or ()) for item in raw) == 3
 
 
 def test_a_format(client: ollama.Client) -> None:
@@ -139,7 +139,7 @@ def test_a_format(client: ollama.Client) -> None:
     whole = client.chat("hermes", HELLO, format=schema, options=options).message.content or ""
     jsonschema.validate(json.loads(whole), schema)
     lines = client.generate("hermes", STORY, format=schema, options=options, stream=True)
-    jsonschema.validate(json.loads("".join(one.response or "" for one in lines)), schema)
+    jsonschema.validate(json.loads("".join(line.response or "" for line in lines)), schema)
     forms: tuple[Any, ...] = ("json", {})
     for json_form in forms:  # llama.cpp's grammar of an empty schema is an object's
         raw = client.generate("hermes", STORY, format=json_form, raw=True, options=GREEDY)
@@ -169,7 +169,7 @@ def test_calls(client: ollama.Client) -> None:
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Rome"})
     assert (whole.message.content, whole.done_reason) == ("", "stop")
     *lines, last = client.chat("hermes", asked, stream=True, **given)
-    assert [one.message.tool_calls for one in lines] == [[call]]
+    assert [line.message.tool_calls for line in lines] == [[call]]
     assert (last.message.tool_calls, last.done_reason) == (None, "stop")
     # A call that is cut has no arguments that would be an object: it is left out.
     cut = client.chat("hermes", asked, **{**given, "options": {**options, "num_predict": 16}})
@@ -183,8 +183,8 @@ def test_thinking(client: ollama.Client, http: httpx.Client) -> None:
     assert thought.thinking
     assert not thought.content
     lines = list(client.generate("thinker", STORY, think=True, stream=True, **given))
-    assert "".join(one.thinking or "" for one in lines) == thought.thinking
-    assert not any(one.response for one in lines)
+    assert "".join(line.thinking or "" for line in lines) == thought.thinking
+    assert not any(line.response for line in lines)
     plain = client.chat("thinker", HELLO, think=False, **given).message
     assert plain.content
     assert plain.thinking is None

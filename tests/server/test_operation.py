@@ -279,7 +279,7 @@ def test_while_it_loads(monkeypatch: Any) -> None:
         release.wait(60)
         return opened(source, warm_up)
 
-    from jinfer.server.models.model_loading import open_llm as opened
+    from jinfer.server.models.model_residency import open_llm as opened
 
     monkeypatch.setattr("jinfer.server.models.model_residency.open_llm", slow)
     with serving([LLAMA], wait=False) as running:
@@ -302,7 +302,7 @@ def test_several_models_of_which_one_fits() -> None:
     with serving(sources, ServerSettings(max_loaded=1, warm_up=False)) as running:
 
         def states() -> list[str]:
-            return [one.state for one in running.service.models.models]
+            return [model.state for model in running.service.models.models]
 
         assert states() == ["loaded", "unloaded", "unloaded"]
         body = {**LONG, "max_tokens": 3}
@@ -354,7 +354,7 @@ def test_the_log_with_texts(caplog: Any) -> None:
     ):
         post(running, {"prompt": "my secret"})
         until(lambda: caplog.records, 10)
-    assert "secret" in str([vars(one) for one in caplog.records])
+    assert "secret" in str([vars(record) for record in caplog.records])
 
 
 def test_templates_of_requests() -> None:

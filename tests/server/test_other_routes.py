@@ -97,9 +97,9 @@ def test_tokens_as_llama_cpp_asks(smol: Running) -> None:
     assert posted(smol, "/tokenize", content=text) == {"tokens": parsed}
     assert posted(smol, "/tokenize", content=text, parse_special=False) == {"tokens": plain}
     pieces = posted(smol, "/tokenize", content="né", with_pieces=True)["tokens"]
-    assert "".join(one["piece"] for one in pieces) == "né"
+    assert "".join(piece["piece"] for piece in pieces) == "né"
     split = posted(smol, "/tokenize", content="🦙", with_pieces=True)["tokens"]
-    assert any(isinstance(one["piece"], list) for one in split)
+    assert any(isinstance(item["piece"], list) for item in split)
     assert posted(smol, "/tokenize", content=[5, "a", 6])["tokens"][0] == 5
     answer = posted(smol, "/detokenize", tokens=parsed)
     assert answer["content"] == text
@@ -137,7 +137,7 @@ def test_prompts_of_llama_cpp(smol: Running) -> None:
     assert posted(smol, "/completion", prompt=text, **given)["content"] == plain
     ids = posted(smol, "/tokenize", content=" two")["tokens"]
     several = posted(smol, "/completion", prompt=[text, ["One", *ids], "One two"], **given)
-    assert [one["content"] for one in several] == [plain] * 3
+    assert [item["content"] for item in several] == [plain] * 3
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,12 @@ def test_completion_as_llama_cpp_has_it(smol: Running) -> None:
     assert answer["generation_settings"]["n_predict"] == 5
     assert answer["timings"]["predicted_n"] == 5
     probabilities = answer["completion_probabilities"]
-    assert [one["id"] for one in probabilities] == expected.token_ids
-    assert all(len(one["top_logprobs"]) == 2 for one in probabilities)
+    assert [probability["id"] for probability in probabilities] == expected.token_ids
+    assert all(len(probability["top_logprobs"]) == 2 for probability in probabilities)
     few = posted(smol, "/completion", **body, response_fields=["content", "timings/predicted_n"])
     assert few == {"content": expected.text, "timings/predicted_n": 5}
     both = posted(smol, "/completion", **{**body, "prompt": ["One, two,", "One, two,"]})
-    assert [one["content"] for one in both] == [expected.text] * 2
+    assert [item["content"] for item in both] == [expected.text] * 2
     ids = llm.encode("One, two,")
     mixed = posted(smol, "/completion", **{**body, "prompt": [*ids[:2], " two,"]})
     assert mixed["content"] == expected.text
@@ -411,5 +411,5 @@ def test_logprobs_of_ids(client: openai.OpenAI) -> None:
         model="smol", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, logprobs=True,
         extra_body={"logprob_token_ids": [9, 5], "return_tokens_as_token_ids": True},
     )  # fmt: skip
-    for one in answer.choices[0].logprobs.content:
-        assert [top.token for top in one.top_logprobs] == ["token_id:9", "token_id:5"]
+    for item in answer.choices[0].logprobs.content:
+        assert [top.token for top in item.top_logprobs] == ["token_id:9", "token_id:5"]

@@ -51,7 +51,7 @@ def test_the_page(smol: Running) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     policy = dict(
-        one.split(" ", 1) for one in answer.headers["content-security-policy"].split("; ")
+        item.split(" ", 1) for item in answer.headers["content-security-policy"].split("; ")
     )
     assert policy["default-src"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
@@ -190,13 +190,13 @@ def test_every_parameter_is_described() -> None:
 
 def bounds(schema: dict[str, Any]) -> Iterator[int | float]:
     """The nearest numbers that a schema forbids."""
-    for one in schema.get("anyOf", ()):
-        if "exclusiveMinimum" in one:
-            yield one["exclusiveMinimum"]
-        elif "minimum" in one:
-            yield one["minimum"] - 1
-        if "maximum" in one:
-            yield one["maximum"] + 1
+    for item in schema.get("anyOf", ()):
+        if "exclusiveMinimum" in item:
+            yield item["exclusiveMinimum"]
+        elif "minimum" in item:
+            yield item["minimum"] - 1
+        if "maximum" in item:
+            yield item["maximum"] + 1
 
 
 def test_ranges_are_true(smol: Running) -> None:
@@ -215,9 +215,9 @@ def test_ranges_are_true(smol: Running) -> None:
                 error = http.post("/v1/chat/completions", json=body)
                 assert error.status_code == 400, (name, value)
         for name in ("temperature", "top_k", "top_p", "seed", "repetition_penalty"):
-            (one,) = (each for each in properties[name]["anyOf"] if "maximum" in each)
-            body = {"messages": messages, "max_tokens": 1, name: one["maximum"]}
+            (item,) = (item for item in properties[name]["anyOf"] if "maximum" in item)
+            body = {"messages": messages, "max_tokens": 1, name: item["maximum"]}
             assert http.post("/v1/chat/completions", json=body).status_code == 200
-            if "minimum" in one:
-                body[name] = one["minimum"]
+            if "minimum" in item:
+                body[name] = item["minimum"]
                 assert http.post("/v1/chat/completions", json=body).status_code == 200

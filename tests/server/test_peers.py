@@ -21,5 +21,5 @@ def test_every_case(tmp_path: Path) -> None:
     """Each case is as in its table, whether it holds or not."""
     with all_servers(tmp_path) as servers:
         wrong = [line for suite in SUITES for line in suite.run(servers)]
-    print(*(f"{one.name}: {one.holding()} of {one.applying()}" for one in SUITES))
+    print(*(f"{item.name}: {item.holding()} of {item.applying()}" for item in SUITES))
     assert wrong == []

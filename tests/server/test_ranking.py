@@ -47,8 +47,8 @@ def colbert(folder: Path) -> np.ndarray:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("heads")
-    one = FORMS[0]
-    with_head(one, folder / "classes")
+    item = FORMS[0]
+    with_head(item, folder / "classes")
     with_words(folder / "classes")
     (folder / "ranker").mkdir()
     for file in (GOLDENS / "bert_cls").glob("*"):
@@ -64,26 +64,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_rerank_by_a_head(served: Running, path: str) -> None:
     """Jina's and Cohere's form: the score is a sigmoid of the head's, once."""
     llm = served.model("ranker").llm
-    wanted = llm.classify([("a", text) for text in DOCUMENTS])
+    expected = llm.classify([("a", text) for text in DOCUMENTS])
     answer = posted(served, path, model="ranker", query="a", documents=DOCUMENTS, top_n=3)
-    order = np.argsort(-wanted.scores[:, 0])[:3].tolist()
-    assert [one["index"] for one in answer["results"]] == order
-    got = [one["relevance_score"] for one in answer["results"]]
-    np.testing.assert_allclose(got, wanted.probabilities[order, 0], atol=1e-5)
+    order = np.argsort(-expected.scores[:, 0])[:3].tolist()
+    assert [item["index"] for item in answer["results"]] == order
+    got = [item["relevance_score"] for item in answer["results"]]
+    np.testing.assert_allclose(got, expected.probabilities[order, 0], atol=1e-5)
     assert (answer["similarity"], answer["activation"]) == ("head", "sigmoid")
     jsonschema.validate(answer, schema_of("/v1/rerank", "post"))
 
 
 def test_raw_scores(served: Running) -> None:
-    wanted = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS]).scores[:, 0]
+    expected = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS]).scores[:, 0]
     answer = posted(
         served, "/rerank", model="ranker", query="a", documents=DOCUMENTS, use_activation=False
     )
-    got = {one["index"]: one["relevance_score"] for one in answer["results"]}
-    np.testing.assert_allclose([got[i] for i in range(4)], wanted, atol=1e-5)
+    got = {item["index"]: item["relevance_score"] for item in answer["results"]}
+    np.testing.assert_allclose([got[i] for i in range(4)], expected, atol=1e-5)
     assert answer["activation"] == "identity"
     listed = posted(served, "/rerank", model="ranker", query="a", texts=DOCUMENTS, raw_scores=True)
-    assert listed[0]["score"] == pytest.approx(wanted.max(), abs=1e-5)
+    assert listed[0]["score"] == pytest.approx(expected.max(), abs=1e-5)
 
 
 def test_documents_that_are_cut(served: Running) -> None:
@@ -101,32 +101,32 @@ def test_documents_that_are_cut(served: Running) -> None:
     "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items")]
 )
 def test_score_by_a_head(served: Running, names: tuple[str, str]) -> None:
-    wanted = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS])
+    expected = served.model("ranker").llm.classify([("a", text) for text in DOCUMENTS])
     given: dict[str, Any] = dict(zip(names, ("a", DOCUMENTS), strict=True))
     answer = posted(served, "/score", model="ranker", **given)
-    got = [one["score"] for one in answer["data"]]
-    np.testing.assert_allclose(got, wanted.probabilities[:, 0], atol=1e-5)
+    got = [item["score"] for item in answer["data"]]
+    np.testing.assert_allclose(got, expected.probabilities[:, 0], atol=1e-5)
     jsonschema.validate(answer, schema_of("/score", "post"))
 
 
 def test_classify(served: Running) -> None:
-    wanted = served.model("classes").llm.classify(DOCUMENTS)
+    expected = served.model("classes").llm.classify(DOCUMENTS)
     answer = posted(served, "/classify", model="classes", input=DOCUMENTS)
     assert answer["labels"] == ["bad", "so so", "good"]
-    assert [one["label"] for one in answer["data"]] == wanted.best
-    got = [one["probs"] for one in answer["data"]]
-    np.testing.assert_allclose(got, wanted.probabilities, atol=1e-5)
+    assert [item["label"] for item in answer["data"]] == expected.best
+    got = [item["probs"] for item in answer["data"]]
+    np.testing.assert_allclose(got, expected.probabilities, atol=1e-5)
     assert answer["data"][0]["num_classes"] == 3
     jsonschema.validate(answer, schema_of("/classify", "post"))
     raw = posted(served, "/v1/classify", model="classes", input="a b", use_activation=False)
-    np.testing.assert_allclose(raw["data"][0]["probs"], wanted.scores[0], atol=1e-5)
+    np.testing.assert_allclose(raw["data"][0]["probs"], expected.scores[0], atol=1e-5)
 
 
 def test_pooling(served: Running) -> None:
     """Each kind of result, as vLLM has it."""
     answer = posted(served, "/pooling", model="classes", input=["a b"])
-    wanted = served.model("classes").llm.classify(["a b"]).probabilities
-    np.testing.assert_allclose(answer["data"][0]["data"], wanted[0], atol=1e-5)
+    expected = served.model("classes").llm.classify(["a b"]).probabilities
+    np.testing.assert_allclose(answer["data"][0]["data"], expected[0], atol=1e-5)
     jsonschema.validate(answer, schema_of("/pooling", "post"))
     llm = served.model("late").llm
     vectors = llm.token_vectors(["a b"])[0]
@@ -137,8 +137,8 @@ def test_pooling(served: Running) -> None:
     np.testing.assert_allclose(data.reshape(-1, 16), vectors, atol=1e-5)
     embedded = served.model("ranker").llm.embed(["a b"])[0]
     answer = posted(served, "/pooling", model="ranker", input=["a b"], task="embed", dimensions=8)
-    wanted = embedded[:8] / np.linalg.norm(embedded[:8])
-    np.testing.assert_allclose(answer["data"][0]["data"], wanted, atol=1e-5)
+    expected = embedded[:8] / np.linalg.norm(embedded[:8])
+    np.testing.assert_allclose(answer["data"][0]["data"], expected, atol=1e-5)
 
 
 def test_late_interaction(served: Running, tmp_path: Path) -> None:
@@ -150,16 +150,16 @@ def test_late_interaction(served: Running, tmp_path: Path) -> None:
         x = llm.hidden([llm.encode(text)])[0] @ weight.T
         return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
 
-    wanted = []
+    expected = []
     for text in DOCUMENTS:
         ids = llm.encode(f"b {text}")
         kept = [i for i, id in enumerate(ids) if id != WORDS.index("c")]
-        wanted.append((vectors("a d") @ vectors(f"b {text}")[kept].T).max(axis=1).sum())
+        expected.append((vectors("a d") @ vectors(f"b {text}")[kept].T).max(axis=1).sum())
     answer = posted(served, "/score", model="late", text_1="d", text_2=DOCUMENTS)
-    np.testing.assert_allclose([one["score"] for one in answer["data"]], wanted, atol=1e-4)
+    np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=1e-4)
     assert answer["similarity"] == "maxsim"
     ranked = posted(served, "/rerank", model="late", query="d", documents=DOCUMENTS)
-    assert [one["index"] for one in ranked["results"]] == np.argsort(wanted)[::-1].tolist()
+    assert [item["index"] for item in ranked["results"]] == np.argsort(expected)[::-1].tolist()
     error = posted(served, "/v1/embeddings", 400, model="late", input="a")
     assert "it has no pooling" in error["message"]
 
@@ -183,7 +183,7 @@ def test_what_is_refused(served: Running, path: str, body: dict[str, Any], param
 def test_capabilities(served: Running) -> None:
     with served.client() as http:
         models = http.get("/v1/models").json()["data"]
-    known = {one["id"]: set(one["capabilities"]) for one in models}
+    known = {model["id"]: set(model["capabilities"]) for model in models}
     assert {"classify", "rerank"} <= known["ranker"]
     assert "classify" in known["classes"]
     assert "rerank" in known["late"]

@@ -58,6 +58,6 @@ async def _played(url: str) -> None:
         seen: set[str] = set()
         while len(seen) < 2:  # each replica counts for itself
             lines = (await http.get("/metrics")).text.splitlines()
-            (count,) = (one for one in lines if one.startswith("jinfer:generation_tokens_total"))
+            (count,) = (line for line in lines if line.startswith("jinfer:generation_tokens_total"))
             seen.add(count)
             assert time.monotonic() < end + seconds, "only one replica answers"

@@ -45,9 +45,9 @@ def test_what_the_chat_client_gives(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
         messages=HELLO, response_format=Number, **given | {"max_tokens": 60}
     )
-    for one in (plain, streamed, parsed.choices[0].message):
-        assert one is not None
-        for form in (one, one.model_dump(), one.to_dict()):
+    for item in (plain, streamed, parsed.choices[0].message):
+        assert item is not None
+        for form in (item, item.model_dump(), item.to_dict()):
             again: Any = [*HELLO, form, *HELLO]
             client.chat.completions.create(messages=again, **given | {"max_tokens": 1})
 
@@ -56,8 +56,8 @@ def test_what_the_responses_client_gives(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "smol", "temperature": 0}
     plain = client.responses.create(input="Hello", max_output_tokens=8, **given)
     parsed = client.responses.parse(input="Hello", text_format=Number, **given)
-    for one in (plain, parsed):
-        for forms in (one.output, [item.model_dump() for item in one.output]):
+    for value in (plain, parsed):
+        for forms in (value.output, [item.model_dump() for item in value.output]):
             again: Any = [*HELLO, *forms, *HELLO]
             client.responses.create(input=again, max_output_tokens=1, **given)
 
@@ -171,7 +171,7 @@ def test_extra_fields_of_replayed_answers(smol: Running) -> None:
 def messages(template: str, *given: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages as that template is given them."""
     conversation = Conversation(PromptSpec(), template)
-    found = [Message.model_validate(one) for one in given]
+    found = [Message.model_validate(item) for item in given]
     return template_messages(found, conversation, ImageParts(ServerSettings(), supported=False))
 
 

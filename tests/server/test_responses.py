@@ -52,7 +52,7 @@ def test_a_stream(client: openai.OpenAI) -> None:
 
 def test_the_helper_of_a_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(model="smol", input="Hello", temperature=0) as stream:
-        text = "".join(one.delta for one in stream if one.type == "response.output_text.delta")
+        text = "".join(item.delta for item in stream if item.type == "response.output_text.delta")
         assert stream.get_final_response().output_text == text == ANSWER
 
 

@@ -150,17 +150,16 @@ def test_what_is_refused(http: httpx.Client) -> None:
 
 def test_bounds() -> None:
     """The oldest events of a long stream go, and then the oldest streams."""
-    with patch.object(resumable_streams, "MAX_BYTES", 100):
-        stream = ResumableStream("a")
-        for number in range(20):
-            stream.append(b"data: %d\n\n" % number)
+    stream = ResumableStream(id="a", max_bytes=100)
+    for number in range(20):
+        stream.append(b"data: %d\n\n" % number)
     assert stream.total - stream.dropped <= 100
     assert stream.place_of(stream.dropped)[1] == 0
     with pytest.raises(Exception, match="are available"):
         stream.place_of(0)
     streams = ResumableStreams()
     for id in "abc":
-        streams.streams[id] = ResumableStream(id, total=40 << 20)
+        streams.streams[id] = ResumableStream(id=id, total=40 << 20)
         streams.streams[id].close()
     assert streams.find("c").id == "c"
     assert list(streams.streams) == ["c"]

@@ -124,10 +124,10 @@ def test_streams_end_with_an_error_after_stop_timeout(seconds: str) -> None:
                     process.send_signal(signal.SIGTERM)
                 *_, last = [line for line in lines if line]
             assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
-            for one in whole:
-                assert one.result().status_code == 503
-                assert one.result().headers["retry-after"] == "1"
-                assert one.result().json()["error"]["code"] == "closing"
+            for item in whole:
+                assert item.result().status_code == 503
+                assert item.result().headers["retry-after"] == "1"
+                assert item.result().json()["error"]["code"] == "closing"
         assert process.wait(60) == 0
 
 
@@ -240,7 +240,7 @@ def test_a_certificate_that_is_none(tmp_path: Path, capsys: Any) -> None:
 def test_several_addresses() -> None:
     flags = {"uds": None, "host": "127.0.0.1, 127.0.0.2", "port": 0}
     with run_server._listeners(flags) as listeners:
-        names = [one.getsockname() for one in listeners]
+        names = [listener.getsockname() for listener in listeners]
         assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
         assert names[0][1] == names[1][1] != 0
     with pytest.raises(SourceError, match=r"cannot listen on 300\.1\.1\.1:"):

@@ -83,7 +83,7 @@ def test_the_description_is_kept_to(tmp_path: Path) -> None:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
         # Other paths of the same routes are left out.
-        others = [path for one in ENDPOINTS for path in one.paths[1:]]
+        others = [path for item in ENDPOINTS for path in item.paths[1:]]
         checked(f"http://127.0.0.1:{port}", *words("--exclude-path", others))
         assert process.poll() is None
 

@@ -7,9 +7,9 @@ import pytest
 
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.server.flag_table import FLAGS
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.serve_flags import (
+    FLAGS,
     default_model_name,
     model_sources_of,
     parse_options,
@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_the_environment() -> None:
     assert settings.log_prompts
     assert settings.cors == ("https://a", "https://b")
     assert settings.timeout is None
-    assert [(one.name, one.path) for one in model_sources_of(found)] == [
+    assert [(item.name, item.path) for item in model_sources_of(found)] == [
         ("a", "one.gguf"),
         ("two", "two.gguf"),
     ]
@@ -70,7 +70,7 @@ def test_flags_of_other_servers() -> None:
     (source,) = model_sources_of(parse_options(vllm, {}))
     assert (source.name, source.overrides["engine"]["slots"]) == ("y", 2)
     several = parse_options(["m.gguf", "other=b", "--alias", "x, gpt-4o"], {})
-    assert [(one.name, one.aliases) for one in model_sources_of(several)] == [
+    assert [(item.name, item.aliases) for item in model_sources_of(several)] == [
         ("x", ("gpt-4o",)), ("other", ()),
     ]  # fmt: skip
     assert {"x", "gpt-4o", "gpt-4o:latest"} <= {*ServedModel(model_sources_of(several)[0]).names}

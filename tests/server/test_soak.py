@@ -70,8 +70,8 @@ def soaked(
             seen = looks[f"{lag}_count"]
             late = seen - looks[f'{lag}_bucket{{le="0.05"}}']
             bounds = [name for name in looks if "bucket" in name and looks[name] == seen]
-            most = bounds[0].split('"')[1]
-            print(f"event loop: {late:g} of {seen:g} looks late by over 50 ms, at most {most} s")
+            limit = bounds[0].split('"')[1]
+            print(f"event loop: {late:g} of {seen:g} looks late by over 50 ms, at most {limit} s")
             print(f"{threads(process.pid)} threads, {found['jinfer:tasks']:g} tasks")
             assert soak.wrong == []
             assert soak.whole > 0
@@ -247,7 +247,7 @@ def test_loading_and_unloading_during_a_stream(tmp_path: Path) -> None:
 
 # An operator's: what comes after them waits for the streams to end.
 OPERATING = ("/models/unload", "/sleep")
-LISTED = [path for one in ENDPOINTS for path in one.paths if ":path" not in path]
+LISTED = [path for item in ENDPOINTS for path in item.paths if ":path" not in path]
 PATHS = [path for path in LISTED if path not in OPERATING]
 
 

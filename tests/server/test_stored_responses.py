@@ -81,7 +81,7 @@ def test_in_the_background(client: openai.OpenAI, smol: Running) -> None:
     found = ended(client, answer.id)
     assert (found.status, found.output_text, found.background) == ("completed", ANSWER, True)
     events = client.responses.retrieve(answer.id, stream=True)
-    assert "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta")
     with pytest.raises(openai.BadRequestError) as refused:
         asked(client, "a " * 5000, background=True)
     assert refused.value.code == "context_length_exceeded"
@@ -98,9 +98,9 @@ def test_a_stream_that_goes_on(client: openai.OpenAI) -> None:
     id = seen[0].response.id
     rest = list(client.responses.retrieve(id, stream=True, starting_after=5))
     events = [*seen, *rest]
-    assert [one.sequence_number for one in events] == list(range(len(events)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed"
-    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == events[-1].response.output_text == ANSWER
 
 
@@ -244,7 +244,7 @@ def test_a_coding_agent(client: openai.OpenAI) -> None:
     answer = asked(client, [user], tool_choice=choice, max_output_tokens=24, **more)
     (call,) = answer.output
     assert (call.type, call.name) == ("custom_tool_call", "apply_patch")
-    assert [one.name for one in answer.tools] == ["apply_patch", "shell"]
+    assert [tool.name for tool in answer.tools] == ["apply_patch", "shell"]
     history = [
         {"type": "message", "role": "developer", "content": "Be careful."},
         user,

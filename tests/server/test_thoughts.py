@@ -83,7 +83,7 @@ def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
     assert tokens[4 : 4 + len(end)] == end
     chunks = list(create(client, **given, extra_body=asked[0], stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(one.content or "" for one in deltas) == message.content
+    assert "".join(delta.content or "" for delta in deltas) == message.content
     # Off, where the template always opens a thought.
     off = {"reasoning_effort": "none", **ids}
     choice = create(client, **given, extra_body=off).choices[0]
@@ -105,7 +105,7 @@ def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
         max_output_tokens=20,
         extra_body={"reasoning": {"max_tokens": 4}},
     )
-    assert [one.type for one in said.output] == ["reasoning", "message"]
+    assert [item.type for item in said.output] == ["reasoning", "message"]
     both = {"thinking_token_budget": 5, "reasoning": {"max_tokens": 4}}
     with pytest.raises(openai.BadRequestError) as wrong:
         create(client, **given, extra_body=both)
@@ -121,10 +121,10 @@ def test_thoughts_that_are_left_out(client: openai.OpenAI) -> None:
         assert message.content == shown.content
         assert "reasoning_content" not in (message.model_extra or {})
         pieces = [
-            one.choices[0].delta for one in create(client, **given, extra_body=body, stream=True)
+            item.choices[0].delta for item in create(client, **given, extra_body=body, stream=True)
         ]
-        assert "".join(one.content or "" for one in pieces) == shown.content
-        assert not any("reasoning_content" in (one.model_extra or {}) for one in pieces)
+        assert "".join(piece.content or "" for piece in pieces) == shown.content
+        assert not any("reasoning_content" in (piece.model_extra or {}) for piece in pieces)
 
 
 def test_what_the_server_says_of_thinking(client: openai.OpenAI, running: Running) -> None:
@@ -167,5 +167,5 @@ def test_a_response_with_thoughts(client: openai.OpenAI) -> None:
     events = client.responses.create(
         model="always", input="Hello", max_output_tokens=8, temperature=0, stream=True
     )
-    deltas = [one.delta for one in events if one.type == "response.reasoning_text.delta"]
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == item.content[0].text

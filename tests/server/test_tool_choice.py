@@ -160,5 +160,5 @@ def test_a_call_or_json(smol: Running) -> None:
     assert fits == [True, True, False, False]
     parser = read.parser()
     delta = parser.push(call)
-    assert [one.name for one in delta.calls if one.name] == ["f"]
+    assert [call.name for call in delta.calls if call.name] == ["f"]
     assert not delta.content

@@ -74,12 +74,12 @@ def test_calls_stream(client: openai.OpenAI, name: str) -> None:
             calls[piece.index]["arguments"] += piece.function.arguments
         assert chunk.choices[0].delta.content in (None, "")
     expected = whole.choices[0].message.tool_calls
-    assert [(one["name"], one["arguments"]) for one in calls.values()] == [
-        (one.function.name, one.function.arguments) for one in expected
+    assert [(call["name"], call["arguments"]) for call in calls.values()] == [
+        (item.function.name, item.function.arguments) for item in expected
     ]
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + [whole.choices[0].finish_reason]
-    assert len({one["id"] for one in calls.values()}) == len(calls)
+    assert len({call["id"] for call in calls.values()}) == len(calls)
 
 
 def test_the_helper_of_a_stream(client: openai.OpenAI) -> None:
@@ -103,8 +103,8 @@ def test_a_call_that_the_limit_cuts(client: openai.OpenAI, name: str) -> None:
         assert choice.finish_reason == "length"
         assert not choice.message.content
         chunks = list(create(client, **given, max_tokens=tokens, stream=True))
-        pieces = [p for one in chunks for p in one.choices[0].delta.tool_calls or ()]
-        assert not any(one.choices[0].delta.content for one in chunks)
+        pieces = [p for chunk in chunks for p in chunk.choices[0].delta.tool_calls or ()]
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == "length"
         arguments = "".join(piece.function.arguments for piece in pieces)
         found = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
@@ -126,7 +126,7 @@ def test_a_response_that_the_limit_cuts_in_a_call(client: openai.OpenAI) -> None
         assert answer.status == "incomplete"
         assert not answer.output_text
         calls = [item for item in answer.output if item.type == "function_call"]
-        assert [(one.name, one.status) for one in calls] == [("weather", "incomplete")] * said
+        assert [(call.name, call.status) for call in calls] == [("weather", "incomplete")] * said
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_the_model_may_call_or_not(client: openai.OpenAI) -> None:
     assert choice.message.content is None
     assert [arguments_of(call) for call in choice.message.tool_calls] == [{"city": "Rome"}]
     chunks = list(create(client, messages=asked, stream=True))
-    pieces = [p for one in chunks for p in one.choices[0].delta.tool_calls or ()]
+    pieces = [p for chunk in chunks for p in chunk.choices[0].delta.tool_calls or ()]
     assert pieces[0].function.name == "weather"
     assert len(pieces) > 2
-    assert json.loads("".join(one.function.arguments for one in pieces)) == {"city": "Rome"}
+    assert json.loads("".join(piece.function.arguments for piece in pieces)) == {"city": "Rome"}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     # Without leave to, it says the same in words; cut short, it is a call all the same.
     (choice,) = create(client, messages=asked, tool_choice="none").choices

@@ -52,9 +52,9 @@ def test_a_span_has_what_is_known_at_its_end(spans: list[Span]) -> None:
     notes: dict[str, Any] = {}
     with middleware.span("POST /", {"traceparent": "00-abc"}, notes):
         notes |= {"status": 200, "model": "m", "metadata": {"a": "b"}}
-    (one,) = spans
-    assert (one.name, one.context) == ("POST /", "00-abc")
-    assert one.attributes == {"jinfer.status": 200, "jinfer.model": "m"}
+    (span,) = spans
+    assert (span.name, span.context) == ("POST /", "00-abc")
+    assert span.attributes == {"jinfer.status": 200, "jinfer.model": "m"}
 
 
 def test_without_the_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

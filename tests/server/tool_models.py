@@ -56,8 +56,8 @@ def serving_templates(folder: Path, templates: Sequence[TemplateOf]) -> Iterator
         sources.append(ModelSource(name, path, given))
     with serving(sources) as running:
         yield running
-        for one in running.service.models.models:
-            assert running.holds_nothing(one.name)
+        for model in running.service.models.models:
+            assert running.holds_nothing(model.name)
 
 
 def create(client: openai.OpenAI, **changes: Any) -> Any:

@@ -33,8 +33,8 @@ class RandomTrees(Drafter):
     least: int = 1
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        return [self.tree(sequence, levels) for sequence, levels in asked]
+    def draft(self, requested: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        return [self.tree(sequence, levels) for sequence, levels in requested]
 
     def tree(self, sequence: RunningSequence, levels: int) -> TokenTree:
         prompt = sequence.request.prompt
@@ -90,5 +90,5 @@ def same(got: Sequence[Completion], plain: Sequence[Completion]) -> None:
 
 
 def alone(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[Completion]:
-    """The answers of prompts that are asked one after the other, without drafts."""
+    """The answers to prompts one after the other, without drafts."""
     return [llm.generate([prompt], params)[0] for prompt in prompts]

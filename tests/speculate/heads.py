@@ -83,7 +83,7 @@ def write_eagle(folder: Path, **config: Any) -> Tensors:
 
 
 def eagle(t: Tensors, embedding: Floats, vectors: Floats, early: bool = False) -> Floats:
-    """The logits of a head in places 0, 1, ...: of token i + 1, beside the vectors of token i."""
+    """The logits of a head in places 0, 1, ...: of token i + 1, with the vectors of token i."""
     hidden = dense(vectors, t, "fc")
     layer = {k.removeprefix("midlayer."): v for k, v in t.items() if k.startswith("midlayer.")}
     normed = rms(hidden, layer, "hidden_norm")

@@ -53,7 +53,7 @@ def test_the_worthiest_nodes_of_all_sequences() -> None:
     assert (len(first), len(second)) == (0, 6)
 
 
-def test_a_branch_goes_before_what_is_deep_and_unlikely() -> None:
+def test_likely_branch_comes_before_deep_unlikely_nodes() -> None:
     made = control({4: 1.0}, a=0.3)
     made.acceptance["b", 1, 1] = RunningMean(0.25, 1e6)
     tree = merge_trees([TokenTree.chain([1, 2, 3, 4], "a"), TokenTree.chain([9], "b")])
@@ -62,7 +62,7 @@ def test_a_branch_goes_before_what_is_deep_and_unlikely() -> None:
     assert chosen.parents == (-1, 0, -1)
 
 
-def test_what_is_learned() -> None:
+def test_acceptance_rates_are_learned() -> None:
     made, tree = (
         DraftLength(),
         merge_trees([TokenTree.chain([1, 2, 3], "a"), TokenTree.chain([1, 5], "b")]),
@@ -83,7 +83,7 @@ def test_a_draft_model_looks_ahead_as_far_as_pays() -> None:
     assert cheap.draft_depth("m", 0.9, 1, 1, SIZES, probing=True) == 3
 
 
-def test_drafts_rest_longer_and_longer_where_they_do_not_pay() -> None:
+def test_pauses_grow_while_drafts_do_not_pay() -> None:
     pace, looks = Backoff(), 0
     for _ in range(400):
         if not pace.rest():
@@ -94,7 +94,7 @@ def test_drafts_rest_longer_and_longer_where_they_do_not_pay() -> None:
     assert not pace.resting
 
 
-def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> None:
+def test_probing_after_a_pause_drafts_regardless_of_expected_gain() -> None:
     pace = Backoff()
     pace.useless()
     assert pace.rest()
@@ -103,7 +103,7 @@ def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> No
     assert not pace.probing
 
 
-def test_steps_grow_while_nobody_knows_a_draft() -> None:
+def test_pauses_grow_while_no_source_drafts() -> None:
     pace, steps = Backoff(), []
     for _ in range(5):
         steps.append(pace.steps(8))
@@ -172,7 +172,7 @@ def test_rests_grow_while_drafts_are_useless() -> None:
     assert sum(1 for _ in range(300) if pace.rest()) < 10
 
 
-def test_what_would_be_right_is_watched_rarely_while_nothing_is() -> None:
+def test_rejected_sources_are_observed_rarely() -> None:
     pace, seen = Backoff(), 0
     for _ in range(100):
         if pace.watches(new=False):
@@ -183,7 +183,7 @@ def test_what_would_be_right_is_watched_rarely_while_nothing_is() -> None:
     assert pace.watches(new=False)
 
 
-def test_what_was_useless_is_tried_again_after_some_tokens_that_were_right() -> None:
+def test_useless_source_is_tried_again_after_right_tokens() -> None:
     made, tree = control({4: 1.3, 8: 1.6}), TokenTree.chain(list(range(8)), "a")
     for _ in range(100):
         made.record(tree, [])

@@ -23,8 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 class Counting(Drafter):
     """Drafts the numbers from 0 on."""
 
-    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        return [TokenTree.chain(list(range(levels)), "counting") for _, levels in asked]
+    def draft(self, requested: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        return [TokenTree.chain(list(range(levels)), "counting") for _, levels in requested]
 
 
 def test_a_line_adds_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,9 +33,9 @@ def test_a_line_adds_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"speculation.draft": "counting", "speculation.nodes": 4}
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
     with LLM(STORIES) as plain, LLM(STORIES, **settings) as drafted:
-        (wanted,) = plain.generate([[1, 9, 5]], **sampling)
+        (expected,) = plain.generate([[1, 9, 5]], **sampling)
         (answer,) = drafted.generate([[1, 9, 5]], **sampling)
-    assert answer.token_ids == wanted.token_ids
+    assert answer.token_ids == expected.token_ids
     assert answer.usage.drafted_tokens > 0
     assert answer.speculation is not None
     assert set(answer.speculation.tried()) == {"counting"}

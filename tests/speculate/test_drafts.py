@@ -39,8 +39,8 @@ def sequence(tokens: list[int], prompt: int = 0, id: int = 0) -> Any:
     return _Sequence(tokens, _Request(tuple(tokens[:prompt]), id))
 
 
-def drafted(drafter: Any, one: Any, most: int = 4) -> TokenTree:
-    return drafter.draft([(one, most)])[0]
+def drafted(drafter: Any, one: Any, largest: int = 4) -> TokenTree:
+    return drafter.draft([(one, largest)])[0]
 
 
 def test_a_lookup_goes_on_as_the_text_did() -> None:
@@ -58,11 +58,11 @@ def test_a_lookup_branches_where_the_text_went_on_differently() -> None:
     assert [tree.tokens[node] for node in range(len(tree)) if tree.parents[node] == -1] == [8, 7]
 
 
-def test_a_lookup_repeats_what_repeats() -> None:
+def test_prompt_lookup_repeats_a_repetition() -> None:
     assert drafted(PromptLookup(), sequence([4, 5, 6, 5, 6]), 5).tokens == (5, 6, 5, 6, 5)
 
 
-def test_a_lookup_knows_nothing_new() -> None:
+def test_prompt_lookup_drafts_no_new_text() -> None:
     assert not len(drafted(PromptLookup(), sequence([1, 2, 3, 4])))
 
 
@@ -99,7 +99,7 @@ def test_merged_trees_have_each_path_once() -> None:
 
 
 def test_the_first_path_is_that_of_first_children() -> None:
-    """Also where draft models, level by level, put a leaf beside it before its end."""
+    """Also if draft models, level by level, add a leaf next to it before its end."""
     tree = TokenTree((5, 6, 7, 8), (-1, -1, 0, 2), ("m",) * 4)
     assert first_path(tree).tokens == (5, 7, 8)
     assert first_path(TokenTree()).tokens == ()
@@ -185,7 +185,7 @@ def test_two_drafts_merged_accept_at_least_as_much(stories: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line(keys: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_one_line_errors(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as error:
         LLM(STORIES, **keys)
     assert message in str(error.value)

@@ -220,7 +220,7 @@ def steps_of(replay: ReplayDrafter, prompt: tuple[int, ...], answer: int, nodes:
     [(0.8, 4), *(pytest.param(a, 10, marks=pytest.mark.soak) for a in (0.6, 0.7, 0.8, 0.9))],
 )
 @pytest.mark.parametrize("nodes", [pytest.param(3, marks=pytest.mark.soak), 7])
-def test_tokens_a_step_are_what_the_formula_says(
+def test_tokens_per_step_follow_the_formula(
     stories: LLM, accuracy: float, count: int, nodes: int
 ) -> None:
     """(1 - a^(N+1)) / (1 - a), where each of N drafted tokens is right with the chance a."""

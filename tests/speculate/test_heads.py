@@ -94,7 +94,7 @@ def finite(logits: Floats) -> Floats:
         for n in CASES
     ],
 )
-def test_a_head_is_what_was_published(name: str, tmp_path: Path) -> None:
+def test_eagle_head_equals_the_published_definition(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
     settings = KEYS | {"speculation.draft": case.draft, "speculation.nodes": 4}
     with LLM(case.source, **settings) as llm:
@@ -126,7 +126,7 @@ def test_tokens_are_those_without_it(name: str, tmp_path: Path) -> None:
         assert stats.blocks_held == 0
 
 
-def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
+def test_perfect_head_is_always_accepted(tmp_path: Path) -> None:
     """Each token follows from the one before alone, and the head knows from which which."""
     source = right_head(tmp_path)
     prompts = ids(VOCAB, 9, 33)
@@ -161,7 +161,7 @@ def test_kept_vectors_may_be_rounded(cache: str, least: float, tmp_path: Path) -
     assert np.corrcoef(kept.ravel(), case.vectors.ravel())[0, 1] > least
 
 
-def test_what_others_computed_is_there(tmp_path: Path) -> None:
+def test_head_equals_reference_values(tmp_path: Path) -> None:
     """Of tokens that were in the cache before a request came."""
     case = CASES["mimo"](tmp_path)
     settings = KEYS | {"speculation.draft": "head", "speculation.nodes": 4}
@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("draft", "config", "keys", "message"), REFUSED, ids=lambda one: str(one))
-def test_what_does_not_fit_is_one_line(
+def test_unfit_head_is_a_one_line_error(
     draft: str, config: dict[str, Any], keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     written(tmp_path / "target", TARGET, llama_shapes(LAYERS, head=True))
@@ -209,7 +209,9 @@ def test_what_does_not_fit_is_one_line(
     ],
     ids=str,
 )
-def test_what_it_follows_is_checked(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_token_order_of_a_head_is_checked(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
     write_eagle(tmp_path)
     with pytest.raises(SpecError) as error:
         open_model(tmp_path, {f"decoder.follows.{key}": value}, alone=False)

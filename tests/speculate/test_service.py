@@ -78,7 +78,7 @@ def test_figures_for_prometheus(llm: LLM) -> None:
 
 @pytest.mark.parametrize("logprobs", [None, pytest.param(1, marks=pytest.mark.soak)])
 def test_grammars(logprobs: int | None) -> None:
-    """Drafts that are right, and those that are often wrong, beside answers without a grammar."""
+    """Drafts that are right, and often wrong drafts, in batches with answers without a grammar."""
     keys = {**KEYS, "engine.slots": 4, "tokenizer": str(GOLDENS / "tok_llama2c")}
     base = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "logprobs": logprobs}
     with LLM(STORIES, **keys) as llm:
@@ -106,12 +106,12 @@ def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     keys = {**KEYS, "engine.slots": 3, "engine.kv_tokens": 640, "engine.prefill_chunk": 64}
     common = ids(512, 100)[0]
-    asked = [request(rng, 512, 200, common, STRATEGIES[:18]) for _ in range(12)]
+    requested = [request(rng, 512, 200, common, STRATEGIES[:18]) for _ in range(12)]
     with LLM(STORIES, **keys) as plain:
-        for one in asked:
+        for one in requested:
             one.expected = answered(alone(plain, [one.prompt], one.params)[0])
     with LLM(STORIES, **keys, **DRAFTS) as llm:
-        check(llm, seed, asked, rng)
+        check(llm, seed, requested, rng)
 
 
 @pytest.mark.soak
@@ -140,19 +140,19 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
 
 
 def test_explained(capfd: Any) -> None:
-    asked = [str(STORIES), "--ids", " ".join(map(str, PROMPT)), "--max-tokens", "60"]
+    requested = [str(STORIES), "--ids", " ".join(map(str, PROMPT)), "--max-tokens", "60"]
     settings = ["--set", "speculation.draft=ngram", "--set", "speculation.nodes=8"]
-    assert main([*asked, "--ignore-eos", *settings, "--explain-speculation"]) == 0
+    assert main([*requested, "--ignore-eos", *settings, "--explain-speculation"]) == 0
     out, err = capfd.readouterr()
     assert "\x1b[32m" in out
     assert "tokens drafted" in err
     assert "right by depth: " in err
-    assert main([*asked, "--explain-speculation"]) == 2
+    assert main([*requested, "--explain-speculation"]) == 2
     assert "there is no draft source" in capfd.readouterr().err
-    assert main([*asked, "--json", "--explain-speculation"]) == 2
+    assert main([*requested, "--json", "--explain-speculation"]) == 2
 
 
-def test_what_was_drafted_is_there_to_be_seen() -> None:
+def test_drafted_tokens_are_reported() -> None:
     """The trees of an answer: their accepted tokens are the answer's, and they are drawn."""
     keys: dict[str, Any] = {"engine.context": 256}
     with LLM(STORIES, **keys) as llm:

@@ -133,8 +133,8 @@ def test_time_limit_is_a_second() -> None:
 def test_memory_limit() -> None:
     with pytest.raises(TemplateError, match="rendering needs too much memory"):
         ChatTemplate("{{ 'x' * 10000000000 }}").render([])
-    most = "{{ ('x' * 100000000)|length }}"
-    assert ChatTemplate(most).render([]) == "100000000"
+    largest = "{{ ('x' * 100000000)|length }}"
+    assert ChatTemplate(largest).render([]) == "100000000"
     process = chat_template._child._process
     assert process is not None
     assert peak(process.pid) < 200 << 20

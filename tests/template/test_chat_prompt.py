@@ -113,7 +113,7 @@ def test_a_template_that_drops_the_words_is_refused(
         conversation.encode(tokenizer(), messages)
 
 
-def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
+def test_fallback_template_is_used_without_an_own_template(tmp_path: Path) -> None:
     assert written({}, tmp_path) == (False, "")
     assert written({"fallback": f"fallback {SAYS}"}, tmp_path) == (True, "fallback Hi")
     all_of_them = "{% for m in messages %}{{ m.content }}{% endfor %}?"
@@ -149,13 +149,13 @@ def test_special_tokens_in_messages_are_text(kind: str) -> None:
     assert ids.count(id) == 1  # the template's own
     counted = encoded(found, TEMPLATE, words, end=end, special=True)
     assert counted.count(id) == 4
-    told = found.decode(ids).replace(" ", "").lower()
-    assert words.replace(" ", "").lower() in told or found.unk_id in ids
+    shown = found.decode(ids).replace(" ", "").lower()
+    assert words.replace(" ", "").lower() in shown or found.unk_id in ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_beside_a_hidden_token_keeps_its_ids(kind: str) -> None:
-    """What stands before and after the template's tokens is tokenized as without hidden ones."""
+def test_text_around_a_hidden_token_keeps_its_ids(kind: str) -> None:
+    """Text around the template's tokens is tokenized as without hidden tokens."""
     found = load_tokenizer(GOLDENS / kind)
     assert found is not None
     end, _ = list(found.special.control.items())[-1]
@@ -165,14 +165,14 @@ def test_text_beside_a_hidden_token_keeps_its_ids(kind: str) -> None:
     assert marked[-tail:] == usual[-tail:]
 
 
-def test_names_that_hiding_makes_and_marks_that_are_given() -> None:
+def test_placeholders_in_the_users_text() -> None:
     found = tokenizer()
     end, id = list(found.special.control.items())[-1]
     for words in (end[:-1] + end, end[0] + end + end[1:], MARK + end, end[0] + MARK + end[1:]):
         assert id not in encoded(found, "{{ messages[0].content }}", words)
 
 
-def test_a_template_that_looks_at_the_words_has_them_as_they_are() -> None:
+def test_template_that_inspects_text_gets_it_unchanged() -> None:
     """Where hiding would change what it says, special tokens count, as they do without hiding."""
     found = tokenizer()
     end, id = list(found.special.control.items())[-1]
@@ -182,7 +182,7 @@ def test_a_template_that_looks_at_the_words_has_them_as_they_are() -> None:
     assert id in ids
 
 
-def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
+def test_ordinary_conversations_keep_their_tokens() -> None:
     expected = json.loads((GOLDENS / "tok_chat/expected.json").read_text("utf-8"))
     cases = [case for case in expected["cases"] if case["error"] is None]
     assert len(cases) + sum(case["error"] is not None for case in expected["cases"]) == 186
@@ -207,7 +207,7 @@ def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
             assert ids == found.encode(case["expected"], special=False)
 
 
-def test_roles_that_nobody_knows_are_refused() -> None:
+def test_unknown_roles_are_refused() -> None:
     """A template would write any word there, a misspelled one too."""
     found = tokenizer()
     jinja = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

@@ -133,7 +133,7 @@ def test_failures(source: str, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_python_says_nothing_about_a_template() -> None:
+def test_python_warnings_of_a_template_are_silent() -> None:
     """Warnings are errors here: compiled as Python, this one is warned of."""
     with pytest.raises(TemplateError, match="TypeError: 'int' object is not subscr"):
         render("{{ 1[2:] }}")
@@ -141,7 +141,7 @@ def test_python_says_nothing_about_a_template() -> None:
 
 def test_threads_do_not_share_limits() -> None:
     template = ChatTemplate("{% for i in range(2000) %}{{ i }}{% endfor %}")
-    wanted = "".join(map(str, range(2000)))
+    reference = "".join(map(str, range(2000)))
     found: list[str] = []
     threads = [
         threading.Thread(target=lambda: found.append(template.render(USER))) for _ in range(8)
@@ -150,7 +150,7 @@ def test_threads_do_not_share_limits() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [wanted] * 8
+    assert found == [reference] * 8
 
 
 def test_finds_templates_in_a_folder(tmp_path: Path) -> None:

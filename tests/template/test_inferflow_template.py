@@ -123,7 +123,7 @@ def test_conversations() -> None:
     assert chat("{query}|", system, ("user", "a")) == gpt2("S\n\na|")
 
 
-def test_what_stands_once_and_what_ends_past_turns() -> None:
+def test_system_prompt_and_ends_of_past_turns() -> None:
     template = "{bos}{turn}[{round}] Q:{query}\n\nA:{answer}\n\n"
     turns = (("user", "a"), ("assistant", " b\n"), ("user", "c"), ("assistant", "d"), ("user", "e"))
     first, second = "[1] Q:a\n\nA:b\n\n", "[2] Q:c\n\nA:d\n\n"

@@ -94,15 +94,15 @@ def test_tools_and_documents_without_a_place(found: Tokenizer) -> None:
 SAID = ("i", "<", "end", "assistant", "The answer is ", "1, 2,\n", "<|im_end|", "How are you?", "")
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_an_answer_goes_on_where_it_ended(said: str, found: Tokenizer) -> None:
-    messages = [USER, {"role": "assistant", "content": said}]
+@pytest.mark.parametrize("stated", SAID)
+def test_an_answer_goes_on_where_it_ended(stated: str, found: Tokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": stated}]
     before = "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
     text = talk(CHATML).text(found, messages, continue_final_message=True)
-    assert text == before + said
+    assert text == before + stated
     ids = talk(CHATML).encode(found, messages, continue_final_message=True, special=True)
     assert found.decode(ids, skip_special=False) == text
-    if not said:
+    if not stated:
         silent = [USER, {"role": "assistant", "content": None}]
         assert talk(CHATML).text(found, silent, continue_final_message=True) == before
 
@@ -116,7 +116,7 @@ THINKING = CHATML.replace(
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "shown"),
+    ("template", "stated", "shown"),
     [
         (TRIMMED, "The answer is ", "The answer is "),
         (TRIMMED, " \n The", "The"),  # as in the prompt of a whole answer
@@ -125,15 +125,15 @@ THINKING = CHATML.replace(
         (THINKING, "Hm", "Hm"),
     ],
 )
-def test_what_templates_change_in_an_answer_that_goes_on(
-    template: str, said: str, shown: str, found: Tokenizer
+def test_templates_change_a_continued_answer(
+    template: str, stated: str, shown: str, found: Tokenizer
 ) -> None:
-    messages = [USER, {"role": "assistant", "content": said}]
+    messages = [USER, {"role": "assistant", "content": stated}]
     text = talk(template).text(found, messages, continue_final_message=True)
     assert text.rpartition("assistant\n")[2] == shown
 
 
-def test_an_answer_that_no_template_shows(found: Tokenizer) -> None:
+def test_answer_that_the_template_drops(found: Tokenizer) -> None:
     with pytest.raises(TemplateError, match="does not show the last message as it is"):
         talk("{{ messages[0].content }}").text(
             found, [USER, {"role": "assistant", "content": "I"}], continue_final_message=True
@@ -144,14 +144,14 @@ def test_an_answer_that_no_template_shows(found: Tokenizer) -> None:
 def test_real_templates_go_on(name: str, found: Tokenizer) -> None:
     """With other words in its place, the text is the same up to there."""
 
-    def before(said: str) -> str:
-        last = {"role": "assistant", "content": said}
+    def before(stated: str) -> str:
+        last = {"role": "assistant", "content": stated}
         given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True}
         try:
             text = talk(TEMPLATES[name]).text(found, [USER, last], **given)
         except TemplateError:
             return "refused"
-        return text.removesuffix(said)
+        return text.removesuffix(stated)
 
     assert before("i") == before("Because the ") == before("q")
 
@@ -185,10 +185,10 @@ INDEXED = "Be brief.|How are you?|Well.|Good|"
         ),
     ],
 )
-def test_templates_that_want_parts(template: str, text: str, found: Tokenizer) -> None:
-    said = ["Be brief.", "How are you?", "Well.", "Good"]
+def test_templates_that_need_content_parts(template: str, text: str, found: Tokenizer) -> None:
+    stated = ["Be brief.", "How are you?", "Well.", "Good"]
     roles = ["system", "user", "assistant", "user"]
-    messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, stated, strict=True)]
     assert talk(template).text(found, messages) == text
     assert found.decode(talk(template).encode(found, messages)) == text
     going_on = talk(template).text(found, messages[:-1], continue_final_message=True)

@@ -1,4 +1,4 @@
-"""Which files make which tokenizer, what the JSON files beside them change, and broken files."""
+"""Which files make which tokenizer, what other JSON files change, and broken files."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_eos_ids_of_config_where_generation_config_has_none(tmp_path: Path) -> N
     assert found.eos_ids == (*name_id, 7, 9)
     inner = {"text_config": {"eos_token_id": 8}}
     assert build(tmp_path, files, tokenizer_config=own, config=inner).eos_ids == (*name_id, 8)
-    said = {"eos_token_id": [5]}
-    found = build(tmp_path, files, config={"eos_token_id": [7]}, generation_config=said)
+    stated = {"eos_token_id": [5]}
+    found = build(tmp_path, files, config={"eos_token_id": [7]}, generation_config=stated)
     assert found.eos_ids == (*name_id, 5)
 
 
@@ -118,7 +118,7 @@ def test_no_space_before_a_text(tmp_path: Path) -> None:
     `legacy` reads no add_prefix_space."""
     config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
     config |= {"eos_token": "</s>", "add_prefix_space": False}
-    wanted = {
+    expected = {
         "Hello": ["H", "e", "ll", "o"],
         "  Hello": ["▁▁", "H", "e", "ll", "o"],
         "<s>Hello</s> world": ["<s>", "H", "e", "ll", "o", "</s>", "▁w", "or", "ld"],
@@ -127,14 +127,14 @@ def test_no_space_before_a_text(tmp_path: Path) -> None:
     for legacy in (None, False, True):
         config["legacy"] = legacy
         found = build(tmp_path, {"tokenizer.model": SPM}, tokenizer_config=config)
-        for text, names in wanted.items():
+        for text, names in expected.items():
             ids = found.encode(text, special=False)
             assert [found.token(id) for id in ids] == names
             assert found.decode(ids, skip_special=False) == text
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_added_tokens_beside_sentencepiece(special: bool, tmp_path: Path) -> None:
+def test_added_tokens_next_to_sentencepiece(special: bool, tmp_path: Path) -> None:
     config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
     entry = {"content": "<|user|>", "special": special, "rstrip": True}
     word = {"content": "maçã", "special": False, "lstrip": True}
@@ -161,7 +161,7 @@ def test_an_added_word_is_its_letters(tmp_path: Path) -> None:
     assert found.decode(ids, skip_special=False) == text
 
 
-def test_an_id_of_a_token_that_the_vocabulary_contradicts(
+def test_token_id_that_differs_from_the_vocabulary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The vocabulary's counts, as in transformers."""

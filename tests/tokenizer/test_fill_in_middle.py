@@ -49,8 +49,8 @@ def test_tokens_and_their_order(names: tuple[str, ...], expected: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["fim_{}_token_id", "{}_token_id"])
-def test_ids_that_a_file_names(key: str) -> None:
-    """Keys of GGUF, and the older ones, whatever the tokens are called."""
+def test_fim_ids_named_in_a_file(key: str) -> None:
+    """Keys of GGUF, new and old, for any names of the tokens."""
     parts = ("pre", "suf", "mid") if "fim" in key else ("prefix", "suffix", "middle")
     keys = {key.format(part): id for part, id in zip(parts, (MID, PRE, SUF), strict=True)}
     found = vocabulary("<a>", "<b>", "<c>", **keys)
@@ -74,7 +74,7 @@ def test_other_files() -> None:
     assert infill_prompt(vocabulary(*QWEN), "s", ">", [("s", ">")])[-5:] == ids[-5:]
 
 
-def test_what_there_is_no_room_for() -> None:
+def test_fim_text_beyond_the_context_is_cut() -> None:
     """The files go first, then the prefix's beginning and the suffix's end, three to one."""
     found = vocabulary(*QWEN, "<|file_sep|>")
     whole = infill_prompt(found, "<s", "s>", [("s" * 40, "s")], room=60)

@@ -43,7 +43,7 @@ ENDS = (
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, DEFINED])
 @pytest.mark.parametrize("name", ENDS)
-def test_names_that_end_a_text(name: str, kind: int) -> None:
+def test_names_of_end_of_text_tokens(name: str, kind: int) -> None:
     found = byte_pairs({name: kind})
     assert found.eos_ids == (4,)
     assert found.encode(f"s{name}s") == [2, 4, 2]
@@ -52,7 +52,7 @@ def test_names_that_end_a_text(name: str, kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [CONTROL, DEFINED])
-def test_the_end_that_is_a_tag_of_html_too(kind: int) -> None:
+def test_end_token_that_is_an_html_tag(kind: int) -> None:
     """Qwen's vocabularies have </s> as an ordinary entry; llama.cpp makes an end even of that."""
     assert byte_pairs({"</s>": kind}).eos_ids == (4,)
     text = byte_pairs({"</s>": NORMAL})
@@ -70,7 +70,7 @@ def test_the_end_that_is_a_tag_of_html_too(kind: int) -> None:
         (("<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>")),
     ],
 )
-def test_ends_beside_one_another(names: tuple[str, ...], ends: tuple[str, ...]) -> None:
+def test_end_tokens_together(names: tuple[str, ...], ends: tuple[str, ...]) -> None:
     found = byte_pairs(dict.fromkeys(names, CONTROL), eot_token_id=4)
     assert {found.token(id) for id in found.eos_ids} == set(ends)
 

@@ -193,13 +193,13 @@ def test_tokens_that_are_not_utf8(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [-1, 7, 2**31])
-def test_a_type_that_no_token_has(kind: int) -> None:
+def test_unknown_token_type_is_refused(kind: int) -> None:
     with pytest.raises(TokenizerError, match=rf"token_type has {kind}, which is no type"):
         load(small(model="llama", token_type=[1, 1, 1, kind, 3], scores=[0.0] * 5))
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_a_score_that_is_no_number(score: float) -> None:
+def test_score_that_is_nan_is_refused(score: float) -> None:
     with pytest.raises(TokenizerError, match="scores has one that is not a number"):
         load(small(model="llama", scores=[0.0, 0.0, 0.0, score, 0.0]))
 

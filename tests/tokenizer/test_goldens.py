@@ -69,10 +69,10 @@ def test_pair_of_texts() -> None:
 
 def test_languages() -> None:
     found = tokenizer("tok_m2m100")
-    wanted = expected("tok_m2m100")["lang_ids"]
-    assert {name: found.language_id(name) for name in wanted} == wanted
+    reference = expected("tok_m2m100")["lang_ids"]
+    assert {name: found.language_id(name) for name in reference} == reference
     english = found.encode("Hello world")
-    assert found.encode("Hello world", language="zh") == [wanted["zh"], *english[1:]]
+    assert found.encode("Hello world", language="zh") == [reference["zh"], *english[1:]]
     assert found.decode(english) == "Hello world"
 
 

@@ -112,7 +112,7 @@ def test_refused_soon(tmp_path: Path, changes: dict[str, Any], words: str) -> No
         ({"pre_tokenizer": {"type": "Split"}}, "pre_tokenizer: Split: missing field `pattern`"),
     ],
 )
-def test_what_the_library_does_not_know_is_named(
+def test_unknown_parts_of_tokenizer_json_are_named(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TokenizerError) as error:
@@ -146,7 +146,7 @@ def test_a_hidden_expression_is_tried_too(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_what_is_not_trusted_is_tried_and_then_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandboxed_tokenizer_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from jinfer.tokenizer import load
 
     tried: list[Path] = []
@@ -177,7 +177,7 @@ def test_many_tokens_are_added_in_linear_time(tmp_path: Path) -> None:
     assert time.thread_time() - begun < 20
 
 
-def test_a_token_that_cannot_have_its_id(tmp_path: Path) -> None:
+def test_token_with_an_impossible_id(tmp_path: Path) -> None:
     folder(tmp_path, {})
     added = {"700": {"content": "<far>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
@@ -195,7 +195,9 @@ def test_a_token_that_cannot_have_its_id(tmp_path: Path) -> None:
         ({"add_bos_token": [[[]]]}, "add_bos_token must be true or false"),
     ],
 )
-def test_wrong_values_beside_it(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_wrong_configuration_next_to_a_model(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
     folder(tmp_path, {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match=words):
@@ -217,7 +219,7 @@ def test_ids_with_a_gap_are_counted(tmp_path: Path) -> None:
     assert found.id("zzzz") == 700
 
 
-def test_names_that_are_no_unicode_and_names_without_end(tmp_path: Path) -> None:
+def test_names_that_are_no_unicode_or_too_long(tmp_path: Path) -> None:
     folder = tmp_path / "m2m100"
     shutil.copytree(GOLDENS / "tok_m2m100", folder)
     file = folder / "vocab.json"
@@ -248,7 +250,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "tokenizer.bin", "tok
 
 @pytest.mark.parametrize("name", [*FILES, "config.json", "added_tokens.json"])
 @pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
-def test_what_is_no_file(tmp_path: Path, name: str, what: str) -> None:
+def test_paths_that_are_no_files(tmp_path: Path, name: str, what: str) -> None:
     if what == "pipe":
         os.mkfifo(tmp_path / name)
     else:

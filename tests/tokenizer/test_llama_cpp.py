@@ -109,8 +109,8 @@ def test_tokens_and_ends_are_llama_cpps(name: str, tmp_path: Path) -> None:
     texts = texts_of(found, os.environ.get("JINFER_PEER_SEED", name))
     mended = [mend(text) for text in texts]
     out = tmp_path / "ids.json"
-    asked = {"model": str(file), "texts": [*texts, *mended], "out": str(out)}
-    ask(python, {"tokenize": asked})
+    requested = {"model": str(file), "texts": [*texts, *mended], "out": str(out)}
+    ask(python, {"tokenize": requested})
     theirs: dict[str, Any] = json.loads(out.read_text("utf-8"))
     for kind in ("plain", "parsed"):
         ours = [found.encode(text, special=False, parse_special=kind == "parsed")

@@ -23,8 +23,8 @@ type Config = dict[str, Any]
 
 def token(content: str, special: bool | None = None) -> Config:
     """A token as transformers writes it."""
-    said = {} if special is None else {"special": special}
-    return {"content": content, **FLAGS, "__type": "AddedToken", **said}
+    stated = {} if special is None else {"special": special}
+    return {"content": content, **FLAGS, "__type": "AddedToken", **stated}
 
 
 ORDINARY = {str(FIRST + i): token(word, False) for i, word in enumerate(WORDS)}
@@ -114,12 +114,12 @@ def load(folder: Path, config: Config) -> HuggingFaceTokenizer:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_left_without_special_tokens(tmp_path: Path, case: str) -> None:
+def test_text_without_special_tokens(tmp_path: Path, case: str) -> None:
     config, left = CASES[case]
     tokenizer = load(tmp_path, config)
     ids = [0, *range(FIRST, FIRST + len(WORDS)), 1]
-    wanted = "".join(f"<{word}>" for word in left.split())
-    assert tokenizer.decode(ids, skip_special=True) == f"a{wanted}b"
+    expected = "".join(f"<{word}>" for word in left.split())
+    assert tokenizer.decode(ids, skip_special=True) == f"a{expected}b"
     assert tokenizer.decode(ids, skip_special=False) == f"a{''.join(WORDS)}b"
 
 

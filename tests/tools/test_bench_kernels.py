@@ -35,7 +35,7 @@ def test_attention_that_is_timed_fits_together(
 
     def shapes() -> jax.Array:
         nonlocal took, size
-        took, size = bench_kernels.time_attention(kind, 1024, decoding, prompt, "triton")
+        took, size = bench_kernels.time_attention(kind, 1024, decoding, prompt)
         return jax.numpy.zeros(())
 
     jax.eval_shape(shapes)

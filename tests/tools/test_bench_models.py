@@ -22,8 +22,8 @@ def test_real_weights_in_another_type(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         assert tensor.type == ("F32" if len(tensor.shape) == 1 else "Q8_0")
-        wanted = before[name].read().astype(np.float32)
-        np.testing.assert_allclose(tensor.read(), wanted, atol=np.abs(wanted).max() / 100)
+        expected = before[name].read().astype(np.float32)
+        np.testing.assert_allclose(tensor.read(), expected, atol=np.abs(expected).max() / 100)
 
 
 def test_made_up_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_made_up_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_made_up_experts_answer(tmp_path: Path) -> None:
     """The family reads the names, shapes and types that are written; the router is not rounded."""
     out = tmp_path / "made.gguf"
-    shape = Qwen3MoeShape(1, 64, 4, 2, 32, experts=4, used=2, intermediate=32)
+    shape = Qwen3MoeShape(1, 64, 4, 2, 32, head=32, experts=4, used=2)
     make_up(shape, Path(SOURCE), out, "Q4_0")
     tensors = open_checkpoint(out).tensors
     assert tensors["blk.0.ffn_down_exps.weight"].shape == (4, 64, 32)

@@ -88,8 +88,8 @@ def test_parts_name_modules_and_files_that_there_are() -> None:
 def test_tables_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def programs(*rows: tuple[str, float]) -> dict[str, object]:
         shares = {"of_copy": 0.5, "of_matmul": 0.25}
-        each = [{"format": "q4", "task": task, "seconds": s, **shares} for task, s in rows]
-        figures = {"copy": 3e12, "matmul": 7e14, "peak_bytes": 3 << 30, "programs": each}
+        item = [{"format": "q4", "task": task, "seconds": s, **shares} for task, s in rows]
+        figures = {"copy": 3e12, "matmul": 7e14, "peak_bytes": 3 << 30, "programs": item}
         return {"status": 0, "figures": figures}
 
     split = {"tokens_per_second": 7.0, "tokens_per_second_together": 20.0}

@@ -1,4 +1,4 @@
-"""Views of made-up numbers: self-contained, well-formed whatever tokens are, true to numbers."""
+"""Views of made-up numbers: self-contained, well-formed for any tokens, true to numbers."""
 
 import re
 import sys
@@ -16,11 +16,11 @@ from jinfer.html.html_page import page
 from jinfer.views.activation_outliers import largest
 from jinfer.views.alternatives_tree import Branch, draw_alternatives
 from jinfer.views.attention_maps import head_scores
+from jinfer.views.cell_grid import grid
 from jinfer.views.logit_attribution import Attribution, draw_attribution
 from jinfer.views.logit_lens import Lens, draw_lens
 from jinfer.views.memory_use import MemoryUse, draw_memory
 from jinfer.views.token_likelihoods import draw_tokens
-from jinfer.views.value_grid import grid
 from jinfer.views.view_table import VIEWS, keywords
 from jinfer.views.weight_errors import percent, relative_error
 from tests.views.made_up import SCRIPT, nat, views
@@ -35,7 +35,7 @@ def test_every_view_is_tested() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_view_is_well_formed_and_self_contained(name: str, tmp_path: Path) -> None:
-    """Markup is XML, whatever tokens are; nothing in it is fetched, and no token becomes markup."""
+    """Markup is XML for any tokens; nothing in it is fetched, and no token becomes markup."""
     view = MADE[name]
     shown = view._repr_html_()
     root = ElementTree.fromstring(shown)

@@ -104,24 +104,24 @@ def test_nothing_leaves_its_place_and_all_is_legible(tab: Any, pages: dict[str, 
 
 
 def test_keys_move_and_say_where(tab: Any, pages: dict[str, Path]) -> None:
-    said = "document.querySelector('output').textContent"
+    stated = "document.querySelector('output').textContent"
     tab.goto(pages["lens"].as_uri())
     tab.keyboard.press("Tab")  # Chromium lets one scroll with keys, and stops there first
     if "scroll" in tab.evaluate("document.activeElement.className"):
         tab.keyboard.press("Tab")
-    assert tab.evaluate(said).startswith("after embed, at 0 ")
+    assert tab.evaluate(stated).startswith("after embed, at 0 ")
     moves = {"ArrowRight": "embed, at 1 ", "ArrowDown": "0, at 1 ", "End": f"0, at {LONG - 1} "}
     for key, place in {**moves, "Home": "0, at 0 "}.items():
         tab.keyboard.press(key)
-        assert tab.evaluate(said).startswith(f"after {place}"), key
+        assert tab.evaluate(stated).startswith(f"after {place}"), key
     tab.goto(pages["patterns"].as_uri())
     tab.focus("[type=radio]:checked")
     tab.keyboard.press("ArrowRight")  # the next head
     assert tab.evaluate("document.querySelector(':checked').ariaLabel") == "1"
     tab.focus("[data-heat]")
     tab.keyboard.press("ArrowDown")
-    tab.wait_for_function(f"{said} !== ''")
-    first, second, value = tab.evaluate(said).split("\n")
+    tab.wait_for_function(f"{stated} !== ''")
+    first, second, value = tab.evaluate(stated).split("\n")
     assert (first[:2], second[:2]) == ("1 ", "0 ")
     table = views(LONG, layers=6, heads=6)["patterns"].table()
     exact = table["attention"][LONG * LONG + LONG]

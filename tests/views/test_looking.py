@@ -10,7 +10,7 @@ import pytest
 
 from jinfer import LLM, RequestError, views
 from jinfer.views.lm_head import frozen_head, likeliest_tokens
-from jinfer.views.residual_parts import attribute
+from jinfer.views.logit_attribution import attribute
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11]
@@ -37,7 +37,7 @@ def test_tokens_have_their_scores(llm: LLM) -> None:
         views.tokens(llm, IDS, top=21)
 
 
-def test_memory_is_what_there_is(llm: LLM) -> None:
+def test_memory_view_counts_weights_and_cache(llm: LLM) -> None:
     table = views.memory(llm).table()
     sizes = dict(zip(table["name"], table["bytes"], strict=True))
     own = {name: llm.weights[name].nbytes for name in llm.weights}
@@ -61,7 +61,7 @@ def test_alternatives_go_on_as_the_model_would(llm: LLM) -> None:
         views.alternatives(llm, IDS, branches=0)
 
 
-def test_strategies_are_those_asked_for(llm: LLM) -> None:
+def test_only_requested_strategies_are_shown(llm: LLM) -> None:
     table = views.strategies(llm, IDS, ["greedy", "beam"], max_tokens=3).table()
     assert list(table["strategy"]) == ["greedy", "beam"]
     assert list(table["tokens"]) == [3, 3]
@@ -102,10 +102,10 @@ def test_the_head_alone_is_the_models(name: str) -> None:
         linear = float(head.direction @ last[-1]) + head.constant
         cap = 30.0 if name == "gemma2" else None
         assert head.stage == ("logit" if cap is None else "logit before tanh")
-        wanted = logits[-1, 7] if cap is None else cap * np.arctanh(logits[-1, 7] / cap)
-        assert linear == pytest.approx(wanted, abs=2e-4)
+        expected = logits[-1, 7] if cap is None else cap * np.arctanh(logits[-1, 7] / cap)
+        assert linear == pytest.approx(expected, abs=2e-4)
         found = attribute(llm, IDS, 7, None, -1)
-        assert found.total == pytest.approx(wanted, abs=2e-4)
+        assert found.total == pytest.approx(expected, abs=2e-4)
         assert not np.isnan(found.heads).any()
         column = found.parts.index("attn")
         biased = name == "gpt2"  # its projection adds a bias beside the heads
@@ -114,7 +114,7 @@ def test_the_head_alone_is_the_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["granite4_h_tiny", "minicpm", "olmo2"])
-def test_an_attribution_is_of_what_is_added(name: str) -> None:
+def test_attributions_sum_to_the_logit(name: str) -> None:
     """With factors and norms of branches: contributions explain all, heads their attention."""
     with opened(name) as llm:
         assert llm.spec.decoder is not None
@@ -135,7 +135,7 @@ def test_an_attribution_is_of_what_is_added(name: str) -> None:
         np.testing.assert_allclose(heads, attn, atol=1e-5)
 
 
-def test_a_lens_ends_with_what_the_model_says(llm: LLM) -> None:
+def test_last_layer_of_the_lens_is_the_models_output(llm: LLM) -> None:
     table = views.logit_lens(llm, IDS, top=2).table()
     likeliest = table["predicted"][::2][-len(IDS) :]
     assert likeliest == [f"[{id}]" for id in llm.logits([IDS])[0].argmax(-1)]
@@ -171,10 +171,10 @@ def test_experts_are_counted() -> None:
         assert len(chosen) == len(IDS) * 2
 
 
-def test_what_a_model_has_not_is_a_line(llm: LLM) -> None:
+def test_missing_parts_of_a_model_are_one_line_errors(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no mixture of experts, so there is no router"):
         views.router_loads(llm, IDS)
-    with pytest.raises(RequestError, match="nobody drafts for this model; open it with"):
+    with pytest.raises(RequestError, match="this model has no draft source; open it with"):
         views.speculation(llm, IDS)
     with pytest.raises(RequestError, match="a view is of an LLM, not of str; open the"):
         views.strategies("llama2", IDS)  # type: ignore[arg-type]

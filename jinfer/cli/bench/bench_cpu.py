@@ -15,34 +15,176 @@ before and after each round too, as other machines on the same processor share i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jinfer import progress
-from jinfer.cli.bench.engine_process import (
-    OWN,
-    PEER,
-    BenchTask,
-    EngineProcess,
-    EngineUnderTest,
-    TimedEngine,
-)
-from jinfer.cli.bench.llama_peer import answer_tasks, ask, command
+from jinfer.api.llm import LLM
+from jinfer.cli.bench.bench_figures import spread, spread_text, table
+from jinfer.cli.bench.llama_peer import DRAWN, answer_tasks, ask, ending_hint
+from jinfer.cli.bench.llama_peer import command as peer_command
 from jinfer.cli.bench.machine_info import counters, machine, others, read_rate
 from jinfer.cli.perplexity import parse_flat
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import JSON, SET, command, write_json
+from jinfer.cli.terminal.argument_parser import argument, several
 from jinfer.cpu.cores import usable_cores
 from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.open_model import open_files
+from jinfer.sampling.sampling_params import SamplingParams
+
+OWN, PEER = "jinfer", "llama.cpp"
+_ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class BenchTask:
+    """What is measured: decoding, greedy or sampled, prefill, or decoding after it ("deep")."""
+
+    kind: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the table."""
+        return f"{self.kind} {self.size}"
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """An engine under test.
+
+    Attributes:
+        name: as in the table.
+        command: starts it, without the model and what follows.
+        options: follow the model.
+        folder: a checkout to run from.
+        model: what it loads, if not the common one.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    folder: Path | None = None
+    model: str | None = None
+
+
+class EngineProcess:
+    """An engine in its own process, which measures one task at a time."""
+
+    def __init__(self, side: EngineUnderTest, model: str) -> None:
+        # Only jinfer's own processes need to find its folder; all have bytecode.
+        root = side.folder or (_ROOT if side.name == OWN else None)
+        found = {"PYTHONDONTWRITEBYTECODE": ""} | ({"PYTHONPATH": str(root)} if root else {})
+        self.side, begun = side, time.perf_counter()
+        self.process = subprocess.Popen(
+            [*side.command, side.model or model, *side.options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **found},
+            cwd=side.folder,
+        )
+        # From outside: a process knows its own begin by processor time, which NumPy's threads spin.
+        try:
+            self.started = {**self._answer(), "seconds": time.perf_counter() - begun}
+        except BaseException:
+            self.stop()
+            raise
+
+    def measure(self, task: BenchTask) -> float:
+        """Tokens per second."""
+        assert self.process.stdin is not None, "the process reads its tasks"
+        with contextlib.suppress(BrokenPipeError):  # one that has ended gives no answer
+            os.write(self.process.stdin.fileno(), f"{task.kind} {task.size}\n".encode())
+        return float(self._answer("rate")["rate"])
+
+    def close(self) -> dict[str, Any]:
+        """End the process; return its memory report."""
+        assert self.process.stdin is not None, "the process reads its tasks"
+        self.process.stdin.close()
+        memory = self._answer("rss")
+        self.process.wait()
+        return memory
+
+    def stop(self) -> None:
+        """Kill the process, if it still runs."""
+        self.process.kill()
+        with self.process:  # closes its pipes, and waits
+            pass
+
+    def _answer(self, key: str | None = None) -> dict[str, Any]:
+        """The next line in JSON, which has a positive number by this name."""
+        assert self.process.stdout is not None, "the process writes its answers"
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return self._understood(line, key)
+        with self.process:
+            status = self.process.wait()
+        hint = ending_hint(status) if self.side.name.startswith(PEER) else ""
+        raise OSError(f"{self.side.name} ended without an answer (status {status}){hint}")
+
+    def _understood(self, line: str, key: str | None) -> dict[str, Any]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found = dict(json.loads(line))
+            known = isinstance(found.get("kinds", []), list)
+            if known if key is None else 0 < found[key] < math.inf:
+                return found
+        when = "at its start" if key is None else f"where {key} is expected"
+        raise OSError(
+            f"{self.side.name} answers in another way than this version, {line.strip()!r:.100} "
+            f"{when}: compare with a checkout whose `bench cpu` answers alike"
+        )
+
+
+class TimedEngine:
+    """The engine of this checkout."""
+
+    def __init__(self, source: str, keys: Mapping[str, Any]) -> None:
+        self.llm = LLM(source, **keys)
+        self.fresh, self.words = 0, min(1000, self.llm.spec.dims["vocab"] - 100)
+
+    def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
+        """Seconds to compute prompts and then so many tokens of each, greedy or sampled."""
+        # New tokens every time: nothing of a prompt is in the cache yet.
+        self.fresh += 1
+        return self._again(prompt, rows, steps, drawn)
+
+    def _again(self, prompt: int, rows: int, steps: int, drawn: bool) -> float:
+        """The same prompts as last time, if their number and length are the same."""
+        prompts = [
+            [(self.fresh * 31 + row * 7 + i * 3) % self.words + 100 for i in range(prompt)]
+            for row in range(rows)
+        ]
+        how: Mapping[str, Any] = DRAWN if drawn else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, **how)
+        begun = time.perf_counter()
+        self.llm.generate(prompts, params)
+        return time.perf_counter() - begun
+
+    def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
+        """Seconds of the decoding alone, or of the prefill if there are no steps."""
+        computed = self.run(prompt, rows, drawn=drawn)
+        if not steps:
+            return computed
+        # The prefix cache has the prompts now: a long one's time would hide that of its decoding.
+        whole = self._again(prompt, rows, steps, drawn)
+        decoding = whole - self._again(prompt, rows, 0, drawn)
+        # A tiny model's tokens take less time than two runs differ by.
+        return decoding if decoding > 0 else whole
+
 
 TASKS = tuple(
     BenchTask(kind, n)
@@ -97,8 +239,8 @@ def compare(
         "memory": memory,
         "left_out": [task.name for task in unknown],
         "tasks": {
-            name: {**summary(each, sides[0].name), "bandwidth": bandwidth[name], "rounds": each}
-            for name, each in rates.items()
+            name: {**summary(rate, sides[0].name), "bandwidth": bandwidth[name], "rounds": rate}
+            for name, rate in rates.items()
         },
     }
 
@@ -111,11 +253,8 @@ def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
         if name != own
     }
     return {
-        "rates": {name: statistics.median(each) for name, each in rates.items()},
-        "ratios": {
-            name: {"ratio": statistics.median(each), "least": min(each), "most": max(each)}
-            for name, each in ratios.items()
-        },
+        "rates": {name: statistics.median(rate) for name, rate in rates.items()},
+        "ratios": {name: spread(ratio) for name, ratio in ratios.items()},
     }
 
 
@@ -150,66 +289,32 @@ def add_shares(result: dict[str, Any], read: int) -> None:
             }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def to_text(results: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    lines = []
+    parts = []
     for result in results:
         own, *theirs = result["started"]
-        heads = [f"{own} tokens/s (of the bandwidth)"]
+        heads = ["", f"{own} tokens/s (of the bandwidth)"]
         heads += [head for name in theirs for head in (f"{name} tokens/s", "ratio (least-most)")]
-        lines += ["", Path(result["model"]).name, "", f"| | {' | '.join(heads)} |"]
-        lines.append("|" + "---|" * (1 + len(heads)))
+        rows = []
         for name, row in result["tasks"].items():
-            cells = [name, _rate(row, own)]
-            for side in theirs:
-                ratio = row["ratios"][side]
-                spread = f"{ratio['ratio']:.2f} ({ratio['least']:.2f}-{ratio['most']:.2f})"
-                cells += [_rate(row, side), spread]
-            lines.append(f"| {' | '.join(cells)} |")
+            others = ((_rate(row, side), spread_text(row["ratios"][side])) for side in theirs)
+            rows.append([name, _rate(row, own), *chain.from_iterable(others)])
         for key, part, words in (
             ("seconds", "started", "start to first token, s"),
             ("rss", "memory", "peak memory, MiB"),
         ):
             mine = result[part][own][key]
-            cells = [words, f"{mine:.2f}"]
-            for side in theirs:
-                other = result[part][side][key]
-                cells += [f"{other:.2f}", f"{mine / other:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            values = [result[part][side][key] for side in theirs]
+            others = ((f"{value:.2f}", f"{mine / value:.2f}") for value in values)
+            rows.append([words, f"{mine:.2f}", *chain.from_iterable(others)])
+        parts += ["", Path(result["model"]).name, "", table(heads, rows)]
+    return "\n".join(parts)
 
 
 def _rate(row: Mapping[str, Any], side: str) -> str:
     share = f" ({row['shares'][side]:.0%})" if "shares" in row else ""
     return f"{row['rates'][side]:.1f}{share}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    options = _parser().parse_args(arguments)
-    if options.worker:  # the parent process shows progress
-        progress.show(False)
-    return run(_work if options.worker else _run, options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
-    )
-    add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one")
-    add("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)")
-    add("--only", action="append", default=[], metavar="TASK", choices=_words(),
-        help=f"only this: {', '.join(_words())}")  # fmt: skip
-    add("--peer-python", metavar="FILE", help="a Python with llama_cpp (this Python, if it has it)")
-    add("--peer-type", action="append", default=[], metavar="TYPE",
-        help="quantize the model with llama.cpp to this type; may be repeated")  # fmt: skip
-    add("--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write the results as JSON")
-    add("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS)
-    return parser
 
 
 def _words() -> list[str]:
@@ -222,7 +327,26 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Measures jinfer on a CPU, optionally against llama.cpp or another jinfer.",
+    argument(
+        "models", nargs="+", metavar="MODEL", help="a .gguf, or a model whose weights are one"
+    ),
+    argument("--rounds", type=_positive, default=5, metavar="N", help="measurements of a task (5)"),
+    several("--only", metavar="TASK", choices=_words(), help=f"only this: {', '.join(_words())}"),
+    argument("--peer-python", metavar="FILE", help="a Python with llama_cpp (this, if it has it)"),
+    several("--peer-type", metavar="TYPE", help="quantize with llama.cpp to this type, too"),
+    argument(
+        "--beside", type=Path, metavar="CHECKOUT", help="also measure the jinfer of this folder"
+    ),
+    SET,
+    JSON,
+    argument("--worker", metavar="ENGINE", choices=[OWN], help=argparse.SUPPRESS),
+)
+def main(options: argparse.Namespace) -> int:
+    """Measure and print; or, as a worker, answer tasks."""
+    if options.worker:
+        return _work(options)
     models = [_file(model) for model in options.models]
     chosen = options.only or [task.name.replace(" ", "") for task in TASKS]
     tasks = [t for t in (*TASKS, *LARGE_TASKS) if t.name.replace(" ", "") in chosen]
@@ -237,22 +361,21 @@ def _run(options: argparse.Namespace) -> int:
             add_shares(result, read)
         found.append(result)
     bandwidth = [
-        rate for one in found for row in one["tasks"].values() for rate in row["bandwidth"]
+        rate for item in found for row in item["tasks"].values() for rate in row["bandwidth"]
     ] or [read_rate(usable_cores())]
     load = others(before, counters())
     print(json.dumps(machine()))
-    least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
-    print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
+    lowest, highest = min(bandwidth) / 1e9, max(bandwidth) / 1e9
+    print(f"the memory gives {lowest:.1f} to {highest:.1f} GB/s to {usable_cores()} cores")
     print("load by other processes: unknown" if load is None else str(load))
     if len(found[0]["started"]) == 1:
         print("no comparison: no Python with llama_cpp (--peer-python) and no --beside")
     if left_out := found[0]["left_out"]:
         print(f"left out, because not every engine knows it: {', '.join(left_out)}")
-    print(table(found))
-    if options.json:
-        others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
-        report = {"machine": machine(), "others": others_load, "results": found}
-        write_json(options.json, report)
+    print(to_text(found))
+    others_load = None if load is None else {"cores": load.cores, "stolen": load.stolen}
+    report = {"machine": machine(), "others": others_load, "results": found}
+    write_json(options.json, report)
     return 0
 
 
@@ -288,7 +411,7 @@ def _sides(
     if options.peer_type and not peer:
         raise OSError("--peer-type: no Python with llama_cpp makes it; name one by --peer-python")
     if peer:
-        theirs = EngineUnderTest(PEER, tuple(command(peer)), (str(usable_cores()),))
+        theirs = EngineUnderTest(PEER, tuple(peer_command(peer)), (str(usable_cores()),))
         for kind in options.peer_type:
             made = str(folder / f"{kind}.gguf")
             ask(peer, {"quantize": [model, made, kind]})
@@ -309,7 +432,3 @@ def _work(options: argparse.Namespace) -> int:
     for text in options.set:
         overrides |= parse_flat(text)
     return answer_tasks(lambda: TimedEngine(options.models[0], overrides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

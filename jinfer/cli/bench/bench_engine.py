@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from itertools import pairwise
 from typing import Any
 
 from jinfer.api.llm import LLM
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.bench.bench_figures import plot, spread, spread_text, table
+from jinfer.cli.run_command import JSON, SOURCE, SVG, command, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.output.completion import Chunk, Usage
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -174,9 +173,9 @@ def shared(llm: LLM, rng: random.Random) -> SharedPrefix:
 def mixed(llm: LLM, rng: random.Random, tokens: int) -> MixedStreams:
     """Streams of mixed lengths that arrive over time."""
     vocab = llm.spec.dims["vocab"]
-    one = BenchStream(_prompt(rng, vocab, 16), tokens).start(llm)
-    _wait([one])
-    alone = (tokens - 1) / (one.times[-1] - one.times[0])
+    single = BenchStream(_prompt(rng, vocab, 16), tokens).start(llm)
+    _wait([single])
+    alone = (tokens - 1) / (single.times[-1] - single.times[0])
     begun = time.perf_counter()
     streams = []
     for _ in range(24):
@@ -214,26 +213,29 @@ def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
 
 def drawing(streams: Sequence[BenchStream], path: str) -> None:
     """Arrival times of the tokens of each stream, as an SVG or PNG."""
-    import matplotlib as mpl
-
-    mpl.use("svg" if path.endswith("svg") else "agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     start = min(stream.begun for stream in streams)
-    for row, stream in enumerate(streams):
-        at = [1e3 * (stream.begun - start + t) for t in stream.times]
-        axes.plot(at, [row] * len(at), "|", markersize=12)
-        axes.plot(1e3 * (stream.begun - start), row, "k>", markersize=4)
     names = [f"stream {i + 1}" for i in range(len(streams) - 1)]
-    axes.set_yticks(range(len(streams)), [*names, f"prompt of {_LONG}"])
-    axes.set_xlabel("milliseconds; a stroke is a token, a triangle an arrival")
-    axes.invert_yaxis()
-    figure.savefig(path)
-    plt.close(figure)
+    with plot(path, figsize=(8, 2.6)) as axes:
+        for row, stream in enumerate(streams):
+            at = [1e3 * (stream.begun - start + t) for t in stream.times]
+            axes.plot(at, [row] * len(at), "|", markersize=12)
+            axes.plot(1e3 * (stream.begun - start), row, "k>", markersize=4)
+        axes.set_yticks(range(len(streams)), [*names, f"prompt of {_LONG}"])
+        axes.set_xlabel("milliseconds; a stroke is a token, a triangle an arrival")
+        axes.invert_yaxis()
 
 
-def measure(options: argparse.Namespace) -> int:
+@command(
+    "Measures latency interference between concurrent streams: time between "
+    "tokens, time to the first token, rates.",
+    SOURCE,
+    argument("--rounds", type=int, default=3, help="measurements of gaps (3)"),
+    argument("--tokens", type=int, default=120, help="tokens per stream (120)"),
+    argument("--seed", type=int, default=0, help="seed of the prompts (0)"),
+    SVG,
+    JSON,
+)
+def main(options: argparse.Namespace) -> int:
     """Print the measurements."""
     rng = random.Random(options.seed)
     keys: dict[str, Any] = {
@@ -247,14 +249,16 @@ def measure(options: argparse.Namespace) -> int:
         gaps(llm, rng, options.tokens)  # once, so that nothing is new to the machine
         rounds = [gaps(llm, rng, options.tokens) for _ in range(options.rounds)]
         found = [result for result, _ in rounds]
-        print("| a prompt of 1,500 tokens during 4 streams | milliseconds |\n|---|---|")
-        for name, word in (
-            ("usual", "usual gap between two arrivals at a stream"),
-            ("longest", "longest gap while the prompt is computed"),
-            ("first", "first token of the prompt, during the streams"),
-            ("first_alone", "first token of the prompt, alone"),
-        ):
-            print(f"| {word} | {1e3 * statistics.median(getattr(g, name) for g in found):.0f} |")
+        rows = [
+            (word, f"{1e3 * statistics.median(getattr(gap, name) for gap in found):.0f}")
+            for name, word in (
+                ("usual", "usual gap between two arrivals at a stream"),
+                ("longest", "longest gap while the prompt is computed"),
+                ("first", "first token of the prompt, during the streams"),
+                ("first_alone", "first token of the prompt, alone"),
+            )
+        ]
+        print(table(["a prompt of 1,500 tokens during 4 streams", "milliseconds"], rows))
         sharing, mixture = shared(llm, rng), mixed(llm, rng, options.tokens)
         print(
             f"\n16 requests with the same first {_COMMON} tokens: {sharing.computed:,} of "
@@ -271,38 +275,15 @@ def measure(options: argparse.Namespace) -> int:
                 rate, ratios = schema(llm, count, options.rounds)
                 print(
                     f"{count} answers under a schema: {rate:.0f} tokens/s, over free ones as long "
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                    f"{spread_text(spread(ratios))}"
                 )
         print(f"programs made after start: {llm.compilations - made}")
     if options.svg:
         drawing(rounds[-1][1], options.svg)
-    if options.json:
-        record = {
-            "gaps": list(map(asdict, found)),
-            "shared": asdict(sharing),
-            "mixed": asdict(mixture),
-        }
-        write_json(options.json, record)
+    record = {
+        "gaps": list(map(asdict, found)),
+        "shared": asdict(sharing),
+        "mixed": asdict(mixture),
+    }
+    write_json(options.json, record)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Measures latency interference between concurrent streams: time between "
-        "tokens, time to the first token, rates.",
-    )
-    parser.add_argument(
-        "source", help="a model's name, a spec (.toml), a checkpoint folder or file, ..."
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of gaps (3)")
-    parser.add_argument("--tokens", type=int, default=120, help="tokens per stream (120)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (0)")
-    parser.add_argument("--svg", metavar="FILE", help="plot the last round")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    return run(measure, parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,29 +11,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from jinfer.cli.bench.bench_serve_stats import (
-    AnswerTimes,
-    LatencyLimits,
-    LoadResult,
-    drawing,
-    figures,
-    record,
-    table,
-)
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import check_outputs
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.bench.bench_figures import plot, table
+from jinfer.cli.run_command import JSON, SVG, command, write_json
+from jinfer.cli.terminal.argument_parser import argument, one_of
 from jinfer.loader.sources import SourceError
-from jinfer.progress import throughout
 
+if TYPE_CHECKING:
+    import httpx
+
+PERCENTILES = (50, 90, 95, 99)
+_HEADS = (
+    "load", "answers", "failed", "requests/s", "good/s", "tokens/s", "prompt tokens/s", "cached",
+    "first token p50 / p95 / p99 ms", "between tokens p50 / p95 / p99 ms",
+)  # fmt: skip
 _WORDS = (
     "river", "stone", "paper", "window", "garden", "summer", "bridge", "letter", "market", "doctor",
     "silver", "engine", "yellow", "forest", "island", "museum", "pencil", "rocket", "tunnel",
@@ -122,14 +122,126 @@ def arrivals(rate: float, count: int, seed: int | str) -> Sequence[float]:
     return times
 
 
-if TYPE_CHECKING:
-    import httpx
+@dataclass
+class AnswerTimes:
+    """One answer, in seconds from the start of its load.
+
+    Attributes:
+        begun: when it was requested.
+        times: arrival times of its chunks.
+        tokens: of the answer: as the server reports, otherwise its chunks.
+        prompt, cached: prompt tokens, and how many of them the server had cached.
+        error: why there is none.
+    """
+
+    begun: float
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prompt: int = 0
+    cached: int = 0
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Time to first chunk (TTFT)."""
+        return self.times[0] - self.begun
+
+    @property
+    def between(self) -> float:
+        """Mean time between tokens (TPOT)."""
+        return (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
+
+
+@dataclass(frozen=True)
+class LatencyLimits:
+    """Service level objectives, in seconds; None: unlimited."""
+
+    first: float | None = None
+    between: float | None = None
+
+    def kept(self, answer: AnswerTimes) -> bool:
+        """Whether an answer meets them."""
+        return answer.first <= (self.first or math.inf) and answer.between <= (
+            self.between or math.inf
+        )
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """A load and its results.
+
+    Attributes:
+        load: its name in tables.
+        offered: requests per second, or clients.
+        answers, failed: number of answers and of failures.
+        seconds: from the first request to the end of the last answer.
+        requests, tokens, prompts: per second: answers, their tokens, tokens of their prompts.
+        good: answers per second within the limits (goodput).
+        cached: share of the prompt tokens that the server had cached.
+        first, between, gap, whole: percentiles in seconds: time to first token; mean time between
+            tokens; time between two chunks; whole answer.
+        errors: error messages and their counts.
+    """
+
+    load: str
+    offered: float
+    answers: int
+    failed: int
+    seconds: float
+    requests: float
+    tokens: float
+    prompts: float
+    good: float
+    cached: float
+    first: Mapping[str, float]
+    between: Mapping[str, float]
+    gap: Mapping[str, float]
+    whole: Mapping[str, float]
+    errors: Mapping[str, int]
+
+
+def figures(
+    load: str, offered: float, answers: Sequence[AnswerTimes], limits: LatencyLimits
+) -> LoadResult:
+    """The results of one load."""
+    done = [answer for answer in answers if answer.error is None and answer.times]
+    errors: dict[str, int] = {}
+    for answer in answers:
+        if answer.error is not None or not answer.times:
+            why = answer.error or "an empty answer"
+            errors[why] = errors.get(why, 0) + 1
+    begun = min((answer.begun for answer in answers), default=0.0)
+    seconds = max((item.times[-1] for item in done), default=begun) - begun or math.inf
+    prompts = sum(item.prompt for item in done)
+    return LoadResult(
+        load,
+        offered,
+        len(done),
+        len(answers) - len(done),
+        seconds if math.isfinite(seconds) else 0.0,
+        len(done) / seconds,
+        sum(item.tokens for item in done) / seconds,
+        prompts / seconds,
+        sum(map(limits.kept, done)) / seconds,
+        sum(item.cached for item in done) / prompts if prompts else 0.0,
+        percentiles([item.first for item in done]),
+        percentiles([item.between for item in done if item.tokens > 1]),
+        percentiles([b - a for item in done for a, b in pairwise(item.times)]),
+        percentiles([item.times[-1] - item.begun for item in done]),
+        errors,
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """The value that so many percent do not exceed: one of the values; 0 if there are none."""
+    ordered = sorted(values)
+    return {
+        f"p{share}": ordered[max(math.ceil(share / 100 * len(ordered)) - 1, 0)] if ordered else 0.0
+        for share in PERCENTILES
+    }
+
 
 _CONNECT = 10.0  # seconds
-
-
-class BenchError(ValueError):
-    """A measurement that cannot be made; one line."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +279,7 @@ class Target:
         else:
             path, body["prompt"] = (
                 "/v1/completions",
-                "\n\n".join(each["content"] for each in messages),
+                "\n\n".join(message["content"] for message in messages),
             )
         answer, texts = AnswerTimes(self.now()), list[str]()
         try:
@@ -257,13 +369,13 @@ async def closed_loop(
 
 
 async def measure(options: argparse.Namespace) -> list[LoadResult]:
-    """The figures of each load, one after another. Raises `BenchError`."""
+    """The figures of each load, one after another. Raises `SourceError`."""
     import httpx
 
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     work = Workload(options.prompt, options.answer, options.shared, options.turns, options.seed)
     limits = LatencyLimits(
-        *(each and each / 1e3 for each in (options.first_limit, options.between_limit))
+        *(item and item / 1e3 for item in (options.first_limit, options.between_limit))
     )
     url = options.url.rstrip("/").removesuffix("/v1")
     rows = []
@@ -294,110 +406,51 @@ async def measure(options: argparse.Namespace) -> list[LoadResult]:
 
 
 async def first_model(client: httpx.AsyncClient, url: str) -> str:
-    """The model that a server lists first. Raises `BenchError`."""
+    """The model that a server lists first. Raises `SourceError`."""
     import httpx
 
     try:
         reply = await client.get("/v1/models")
         if reply.status_code != 200:
-            raise BenchError(f"{url}: {reply.status_code}: {_reason(reply)}")
+            raise SourceError(f"{url}: {reply.status_code}: {_reason(reply)}")
         return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise BenchError(f"{url}: cannot be reached: {error}") from None
+        raise SourceError(f"{url}: cannot be reached: {error}") from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise BenchError(f"{url}: lists no model; give --model NAME") from None
+        raise SourceError(f"{url}: lists no model; give --model NAME") from None
 
 
-def report(options: argparse.Namespace, rows: Sequence[LoadResult]) -> int:
-    """Print the results, and write the requested files; 1 if nothing was answered."""
-    print(table(rows))
-    for row in rows:
-        for why, count in row.errors.items():
-            print(f"{row.load}: {count} failed: {why}", file=sys.stderr)
-    if options.json:
-        names = ("url", "model", "text", "users", "shared", "turns", "seed")
-        about = {name: getattr(options, name) for name in names}
-        about |= {"prompt": asdict(options.prompt), "answer": asdict(options.answer)}
-        about |= {"first_limit_ms": options.first_limit, "between_limit_ms": options.between_limit}
-        found = record(rows, about)
-        Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if options.svg:
-        drawing(rows, options.svg, "users a second" if options.rate else "clients")
-    return 0 if any(row.answers for row in rows) else 1
+def cells(row: LoadResult) -> list[str]:
+    """The cells of a row of the table."""
+    texts = [row.load, f"{row.answers}", f"{row.failed}", f"{row.requests:.2f}"]
+    texts += [f"{row.good:.2f}", f"{row.tokens:.1f}", f"{row.prompts:.0f}", f"{row.cached:.0%}"]
+    return texts + [
+        " / ".join(f"{1e3 * found[name]:.1f}" for name in ("p50", "p95", "p99"))
+        for found in (row.first, row.between)
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Load tests an OpenAI-compatible HTTP server: "
-        "first tokens, time between tokens, rates, answers within limits."
-    )  # fmt: skip
-    add = parser.add_argument
-    add("url", help="address of the server, such as http://127.0.0.1:8080")
-    loop = parser.add_mutually_exclusive_group()
-    loop.add_argument(
-        "--rate", type=_numbers, metavar="R,R", help="arrivals per second (open loop)"
-    )
-    loop.add_argument("--clients", type=_counts, metavar="N,N", default=[1, 4, 8, 16],
-                      help="concurrent users (closed loop; 1,4,8,16)")  # fmt: skip
-    add("--users", type=_count, default=32, help="users per load (32)")
-    add("--turns", type=_count, default=1, help="questions per user (1)")
-    add(
-        "--prompt",
-        type=LengthMix.parse,
-        default="64",
-        metavar="MIX",
-        help="words of a prompt: 64, or a mix such as 32:3,512:1",
-    )
-    add(
-        "--answer",
-        type=LengthMix.parse,
-        default="64",
-        metavar="MIX",
-        help="max tokens of an answer (64)",
-    )
-    add(
-        "--shared",
-        type=int,
-        default=0,
-        metavar="N",
-        help="words of a prefix that all prompts share (0)",
-    )
-    add("--text", action="store_true", help="use /v1/completions, without a chat template")
-    add("--model", help="one of the server's models (the first that it lists)")
-    add("--api-key", metavar="KEY", help="the API key")
-    add("--extra", type=_object, default={}, metavar="JSON",
-        help='more fields of requests, such as {"ignore_eos": true}')  # fmt: skip
-    add("--first-limit", type=float, metavar="MS", help="limit of the time to the first token")
-    add("--between-limit", type=float, metavar="MS", help="limit of the time between tokens")
-    add(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="fail after so many seconds without data (300)",
-    )
-    add("--warm-up", type=int, default=2, metavar="N", help="users of the warm-up (2)")
-    add("--seed", type=int, default=0, help="random seed (0)")
-    add("--json", metavar="FILE", help="write all figures as JSON")
-    add("--svg", metavar="FILE", help="plot the figures")
-    options = parser.parse_args(arguments)
-    try:
-        check_outputs(options)
-        with throughout(parser.prog):
-            return report(options, asyncio.run(measure(options)))
-    except ModuleNotFoundError as error:
-        needed = f"run: {sys.executable} -m pip install 'jinfer[bench]'"
-        print(f"error: this needs the package {error.name}; {needed}", file=sys.stderr)
-    except (BenchError, SourceError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
+def drawing(rows: Sequence[LoadResult], path: str, unit: str) -> None:
+    """Throughput and latency over load, as an SVG or PNG."""
+    offered = [row.offered for row in rows]
+    with plot(path, 1, 2, figsize=(9, 3.2)) as (rates, waiting):
+        rates.plot(offered, [row.requests for row in rows], "o-", label="answers/s")
+        rates.plot(offered, [row.good for row in rows], "s--", label="within the limits/s")
+        for name in ("p50", "p95"):
+            first = [1e3 * row.first[name] for row in rows]
+            between = [1e3 * row.between[name] for row in rows]
+            waiting.plot(offered, first, "o-", label=f"first token {name}")
+            waiting.plot(offered, between, "s--", label=f"between tokens {name}")
+        waiting.set_yscale("log")
+        waiting.set_ylabel("milliseconds")
+        for axes in (rates, waiting):
+            axes.set_xlabel(unit)
+            axes.legend(fontsize="small")
 
 
 def _numbers(text: str) -> list[float]:
     found = [float(part) for part in text.split(",")]
-    if not all(0 < each < 1e6 for each in found):
+    if not all(0 < item < 1e6 for item in found):
         raise argparse.ArgumentTypeError("rates are above 0")
     return found
 
@@ -418,5 +471,68 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _mix(flag: str, help: str) -> Callable[[Any], Any]:
+    return argument(flag, type=LengthMix.parse, default="64", metavar="MIX", help=help)
+
+
+def _number(
+    flag: str, kind: type, metavar: str, default: float | None, help: str
+) -> Callable[[Any], Any]:
+    return argument(flag, type=kind, metavar=metavar, default=default, help=help)
+
+
+@command(
+    "Load tests an OpenAI-compatible HTTP server: "
+    "first tokens, time between tokens, rates, answers within limits.",
+    argument("url", help="address of the server, such as http://127.0.0.1:8080"),
+    one_of(
+        argument("--rate", type=_numbers, metavar="R,R", help="arrivals per second (open loop)"),
+        argument(
+            "--clients",
+            type=_counts,
+            metavar="N,N",
+            default=[1, 4, 8, 16],
+            help="concurrent users (closed loop; 1,4,8,16)",
+        ),
+    ),
+    argument("--users", type=_count, default=32, help="users per load (32)"),
+    argument("--turns", type=_count, default=1, help="questions per user (1)"),
+    _mix("--prompt", help="words of a prompt: 64, or a mix such as 32:3,512:1"),
+    _mix("--answer", help="max tokens of an answer (64)"),
+    _number("--shared", int, "N", 0, "words of a prefix that all prompts share (0)"),
+    argument("--text", action="store_true", help="use /v1/completions, without a chat template"),
+    argument("--model", help="one of the server's models (the first that it lists)"),
+    argument("--api-key", metavar="KEY", help="the API key"),
+    argument(
+        "--extra",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help='more fields of requests, such as {"ignore_eos": true}',
+    ),
+    _number("--first-limit", float, "MS", None, "limit of the time to the first token"),
+    _number("--between-limit", float, "MS", None, "limit of the time between tokens"),
+    _number("--timeout", float, "S", 300.0, "fail after so many seconds without data (300)"),
+    _number("--warm-up", int, "N", 2, "users of the warm-up (2)"),
+    _number("--seed", int, "N", 0, "random seed (0)"),
+    JSON,
+    SVG,
+)
+def main(options: argparse.Namespace) -> int:
+    """Print the results, and write the requested files; 1 if nothing was answered."""
+    if find_spec("httpx") is None:
+        needed = f"run: {sys.executable} -m pip install 'jinfer[bench]'"
+        raise SourceError(f"this needs the package httpx; {needed}")
+    rows = asyncio.run(measure(options))
+    print(table(_HEADS, map(cells, rows)))
+    for row in rows:
+        for why, count in row.errors.items():
+            print(f"{row.load}: {count} failed: {why}", file=sys.stderr)
+    names = ("url", "model", "text", "users", "shared", "turns", "seed")
+    about = {name: getattr(options, name) for name in names}
+    about |= {"prompt": asdict(options.prompt), "answer": asdict(options.answer)}
+    about |= {"first_limit_ms": options.first_limit, "between_limit_ms": options.between_limit}
+    write_json(options.json, {**about, "loads": [asdict(row) for row in rows]})
+    if options.svg:
+        drawing(rows, options.svg, "users a second" if options.rate else "clients")
+    return 0 if any(row.answers for row in rows) else 1

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jinfer.api.llm import LLM
-from jinfer.cli.prog_name import prog_of_module
-from jinfer.cli.run_command import overrides_of, run, write_json
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.bench.bench_figures import plot, row, spread, spread_text, table
+from jinfer.cli.run_command import JSON, SET, SOURCE, SVG, command, overrides_of, write_json
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.output.completion import Completion
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.toml_tables import merge
@@ -40,6 +38,7 @@ _PASSAGE = (
     "barrels of salted fish, bales of wool, timber from the north, and now and then a crate of "
     "oranges. In the third ledger he writes what nobody asks him for: the colour of the sky."
 )
+_HEADS = ("drafts", "streams", "tokens a call", "formula", "right", "times plain decoding")
 _COPIED = 96  # tokens of the passage, or a little more
 _PROMPTS = {
     "copying": f"Repeat this text exactly, word for word:\n\n{_PASSAGE}",
@@ -78,13 +77,15 @@ class PairedRuns:
         for _ in range(self.rounds + 1):
             plain, _ = self._answers(None)
             drafted, answers = self._answers(speculation)
-            if [one.token_ids for one in answers] != [one.token_ids for one in self.answers]:
+            if [answer.token_ids for answer in answers] != [
+                answer.token_ids for answer in self.answers
+            ]:
                 raise RequestError(f"{name}: the answer is another one than without drafts")
             ratios.append(plain / drafted)
         self.llm.session.engine.speculator = None
-        uses = [one.usage for one in answers]
-        new = sum(one.completion_tokens - 1 for one in uses)
-        accepted = sum(one.accepted_tokens for one in uses)
+        uses = [answer.usage for answer in answers]
+        new = sum(use.completion_tokens - 1 for use in uses)
+        accepted = sum(use.accepted_tokens for use in uses)
         return DraftGain(
             name,
             len(answers),
@@ -92,7 +93,7 @@ class PairedRuns:
             max(1, new - accepted),
             new,
             accepted,
-            sum(one.drafted_tokens for one in uses),
+            sum(use.drafted_tokens for use in uses),
             accuracy,
             speculation.draft_length.nodes,
             formula,
@@ -102,7 +103,7 @@ class PairedRuns:
 def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain:
     """Drafts that are right with a given probability."""
     prompts = [tuple(prompt) for prompt in turns.prompts]
-    answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
+    answers = dict(zip(prompts, (answer.token_ids for answer in turns.answers), strict=True))
     replay = ReplayDrafter(answers, accuracy, turns.llm.spec.dims["vocab"])
     name = f"replay, {accuracy:.1f}, {nodes or 'auto'} nodes"
     formula = None
@@ -113,17 +114,44 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
     return turns.gain(name, speculation, accuracy, formula)
 
 
-def measure(options: argparse.Namespace) -> int:
+@command(
+    "Measures the speedup of speculative decoding.",
+    SOURCE,
+    argument(
+        "--accuracy",
+        type=float,
+        nargs="+",
+        metavar="A",
+        default=[0.0, 0.6, 0.7, 0.8, 0.9],
+        help="probability that a drafted token is right",
+    ),
+    argument(
+        "--nodes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[4, 8, 0],
+        help="tokens of a draft; 0: chosen at run time",
+    ),
+    argument("--streams", type=int, nargs="+", metavar="N", default=[1], help="concurrent answers"),
+    argument("--tokens", type=int, default=128, help="tokens per answer"),
+    argument("--rounds", type=int, default=5),
+    SET,
+    JSON,
+    SVG,
+)
+def main(options: argparse.Namespace) -> int:
     """Print the measurements."""
     overrides = overrides_of(options.set)
-    most = max(options.streams)
+    slots = max(options.streams)
     found: list[DraftGain] = []
-    print("| drafts | streams | tokens a call | formula | right | times plain decoding |")
-    print("|---|---|---|---|---|---|")
-    with LLM(options.source, progress=True, **merge({"engine": {"slots": most}}, overrides)) as llm:
+    print(table(_HEADS, []))
+    with LLM(
+        options.source, progress=True, **merge({"engine": {"slots": slots}}, overrides)
+    ) as llm:
         vocab = llm.spec.dims["vocab"]
         for streams in options.streams:
-            prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(most)]
+            prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(slots)]
             turns = PairedRuns(llm, prompts[:streams], options.tokens, options.rounds)
             for accuracy in options.accuracy:
                 for nodes in options.nodes:
@@ -136,39 +164,10 @@ def measure(options: argparse.Namespace) -> int:
                 speculation = SpeculativeDecoder(llm.session.engine, [PromptLookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
-    if options.json:
-        write_json(options.json, [asdict(gain) for gain in found])
+    write_json(options.json, [asdict(gain) for gain in found])
     if options.svg:
         drawing(found, options.svg, Path(options.source).stem)
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Measures the speedup of speculative decoding.",
-    )
-    add = parser.add_argument
-    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    chances = [0.0, 0.6, 0.7, 0.8, 0.9]
-    add(
-        "--accuracy",
-        type=float,
-        nargs="+",
-        metavar="A",
-        default=chances,
-        help="probability that a drafted token is right",
-    )
-    counts: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
-    add("--nodes", **counts, default=[4, 8, 0], help="tokens of a draft; 0: chosen at run time")
-    add("--streams", **counts, default=[1], help="concurrent answers")
-    add("--tokens", type=int, default=128, help="tokens per answer")
-    add("--rounds", type=int, default=5)
-    add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
-    add("--json", metavar="FILE", help="also write all figures as JSON")
-    add("--svg", metavar="FILE", help="plot the figures")
-    return run(measure, parser.parse_args(arguments))
 
 
 @dataclass(frozen=True)
@@ -206,55 +205,43 @@ class DraftGain:
         """A row of the table."""
         right = f"{self.accepted / self.drafted:.2f}" if self.drafted else ""
         formula = "" if self.formula is None else f"{self.formula:.2f}"
-        gain = f"{self.middle:.2f} ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
-        rate = self.tokens / self.calls
-        return f"| {self.name} | {self.streams} | {rate:.2f} | {formula} | {right} | {gain} |"
+        rate = f"{self.tokens / self.calls:.2f}"
+        gain = spread_text(spread(self.ratios))
+        return row([self.name, self.streams, rate, formula, right, gain])
 
 
 def drawing(gains: Sequence[DraftGain], path: str, title: str = "") -> None:
     """Replayed drafts as lines with the rounds' extremes, all others as bars; an SVG or PNG."""
-    import matplotlib as mpl
-
-    mpl.use("svg" if path.endswith("svg") else "agg")
-    import matplotlib.pyplot as plt
-
     replayed = [gain for gain in gains if gain.accuracy is not None]
     others = [gain for gain in gains if gain.accuracy is None]
     widths = [3, 1] if others else [1]
-    figure, axes = plt.subplots(
-        1, len(widths), figsize=(9, 3.4), layout="constrained", width_ratios=widths, squeeze=False
-    )
-    lines = axes[0, 0]
-    for streams, nodes in dict.fromkeys((gain.streams, gain.nodes) for gain in replayed):
-        own = sorted(
-            (gain for gain in replayed if (gain.streams, gain.nodes) == (streams, nodes)),
-            key=lambda gain: gain.accuracy or 0.0,
-        )
-        label = f"{nodes or 'as many as pay'}{'' if streams == 1 else f', {streams} streams'}"
-        lines.errorbar(
-            [gain.accuracy or 0.0 for gain in own],
-            [gain.middle for gain in own],
-            [
-                [gain.middle - min(gain.ratios) for gain in own],
-                [max(gain.ratios) - gain.middle for gain in own],
-            ],
-            fmt="o-",
-            capsize=3,
-            label=label,
-        )
-    lines.set_xlabel("chance that a drafted token is right")
-    lines.set_ylabel("times plain decoding")
-    if replayed:
-        lines.legend(title="nodes of a call", fontsize="small")
-    if others:
-        bars = axes[0, 1]
-        bars.bar([gain.name.replace(", ", ",\n") for gain in others], [g.middle for g in others])
-        bars.axhline(1.0, color="grey", linestyle=":")
-    lines.axhline(1.0, color="grey", linestyle=":")
-    figure.suptitle(title)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with plot(path, 1, len(widths), figsize=(9, 3.4), width_ratios=widths, squeeze=False) as axes:
+        lines = axes[0, 0]
+        for streams, nodes in dict.fromkeys((gain.streams, gain.nodes) for gain in replayed):
+            own = sorted(
+                (gain for gain in replayed if (gain.streams, gain.nodes) == (streams, nodes)),
+                key=lambda gain: gain.accuracy or 0.0,
+            )
+            more = f", {streams} streams" if streams > 1 else ""
+            lines.errorbar(
+                [gain.accuracy or 0.0 for gain in own],
+                [gain.middle for gain in own],
+                [
+                    [gain.middle - min(gain.ratios) for gain in own],
+                    [max(gain.ratios) - gain.middle for gain in own],
+                ],
+                fmt="o-",
+                capsize=3,
+                label=f"{nodes or 'as many as pay'}{more}",
+            )
+        lines.set_xlabel("chance that a drafted token is right")
+        lines.set_ylabel("times plain decoding")
+        if replayed:
+            lines.legend(title="nodes of a call", fontsize="small")
+        if others:
+            bars = axes[0, 1]
+            names = [gain.name.replace(", ", ",\n") for gain in others]
+            bars.bar(names, [gain.middle for gain in others])
+            bars.axhline(1.0, color="grey", linestyle=":")
+        lines.axhline(1.0, color="grey", linestyle=":")
+        lines.figure.suptitle(title)

@@ -23,13 +23,11 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
 from jinfer.ops.backend import target_platform
-from jinfer.parallel import stage_forward
 from jinfer.parallel.cost_model import HARDWARE, CostEstimate, estimate_decode
-from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel.memory_plan import HOST, MemoryPlan, aligned, memory_planner
 from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan, stage_models
 from jinfer.parallel.sharding_rules import TENSOR_AXIS
-from jinfer.parallel.stage_model import StageModel
+from jinfer.parallel.stage_model import StageModel, decoder_forward, encoder_forward
 
 _FREE = 0.9  # of a device's memory; programs and vectors on their way need some
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}
@@ -93,7 +91,7 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     planner = memory_planner(plan, whole, free_of(machine))
     with target_platform("gpu"):  # a cache on a CPU may have int8 keys as well
         views = tuple(_stage(stage, row.devices, opened) for stage, row in stages)
-        work, memory = model_cost(whole), planner.asked()
+        work, memory = model_cost(whole), planner.requested()
     tensor = max(len(row.devices) for row in plan.stages)
     found = estimate_decode(
         work, HARDWARE[machine], len(plan.stages), tensor, context=opened.context
@@ -133,14 +131,13 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         return {}
     ints: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
     leaves = tuple(jax.tree.leaves(stage.model.parameters))
-    tree = jax.tree.structure(stage.model.parameters)
     vectors: Any = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
     carried = opened.spec.stacks[-1].carried
     x = HiddenState(vectors, dict.fromkeys(carried, vectors), {})
     given: tuple[Any, ...]
     if opened.spec.decoder is None:
         texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        run: Any = partial(stage_forward.encoder_forward, stage, ("hidden", "logits"))
+        run: Any = partial(encoder_forward, stage, ("hidden", "logits"))
         given = (None if stage.slice.first else x, texts, texts, ints)
         several = False
     else:
@@ -149,16 +146,13 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         groups = [shape.group for shape in shapes.values()] or ["all"]
         tables: Any = dict.fromkeys(groups, jax.ShapeDtypeStruct((1, 1), jnp.int32))
         batch = FlatBatch(ints, ints, ints, ints, ints, tables)
-        run = partial(stage_forward.decoder_forward, stage, ("logits",), False)
+        run = partial(decoder_forward, stage, ("logits",), False)
         given = (pools, None if stage.slice.first else x, batch, None)
         several = True
 
-    def function(leaves: Any, *rest: Any) -> Any:
-        return run(jax.tree.unflatten(tree, leaves), *rest)
-
     out = (P(), P()) if several else P()
     mesh = AbstractMesh((stage.devices,), (TENSOR_AXIS,))
-    shared = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False)
+    shared = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False)
     counted = Counter(_exchanges(jax.make_jaxpr(shared)(leaves, *given).jaxpr))
     return dict(counted)
 
@@ -189,9 +183,7 @@ def to_text(plan: PlanView) -> str:
             _exchanged(stage),
         )
         lines += [(name, *cells) for name in stage.devices]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([*rows, "", str(plan.memory), "", *_notes(plan)])
+    return "\n".join([*aligned(lines), "", str(plan.memory), "", *_notes(plan)])
 
 
 def _exchanged(stage: StageView) -> str:

@@ -29,9 +29,9 @@ from jinfer.loader.weights.tensor_mapping import (
     unused,
 )
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.quant_format import FORMATS, QuantFormat
 
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 
@@ -132,7 +132,7 @@ def _sources(spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint
     for name, parameter in zip(model.names, model.parameters, strict=True):
         place = spec.tensors.source_of(name)
         if place and (origin := lookup_origin(name, parameter.shape, place, files, checkpoint)[0]):
-            found[name] = origin.files[0].type
+            found[name] = origin.tensors[0].type
     return found
 
 
@@ -293,7 +293,7 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
             missing.append(MissingParameter(name, shape, absent))
             continue
         origins.append(origin)
-        for e, file in enumerate(origin.files):
+        for e, file in enumerate(origin.tensors):
             held = [part for part in origin.place.parts or (name,) if part in shapes]
             held = [f"{part}[{e}]" for part in held] if origin.stacked else held
             row = rows[file.name]
@@ -302,7 +302,7 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
             origin.check(shapes)
         except LoadError as error:
             wrong.append(str(error).removeprefix(f"{checkpoint.path}: "))
-            for file in origin.files:
+            for file in origin.tensors:
                 rows[file.name].note = "wrong shape"
     for tensor, reason in differing_copies(spec.tensors, files, origins):
         wrong.append(reason)
@@ -317,9 +317,9 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
 def propose_lines(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
     """Return lines for tensors that match a missing parameter, by name or else by shape."""
     missing_shapes: dict[str, dict[str, Shape]] = {}
-    for each in missing:
-        name = numbered(_LEAF.sub("", each.parameter), "i")
-        missing_shapes.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
+    for item in missing:
+        name = numbered(_LEAF.sub("", item.parameter), "i")
+        missing_shapes.setdefault(name, {}).setdefault(leaf_of(item.parameter), item.shape)
     modules: dict[str, dict[str, Tensor]] = {}
     for tensor in unused:
         modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)

@@ -165,6 +165,7 @@ ACTIVATIONS = (
 )
 _WORDS = (
     *("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "gelu_new"),
+    "softplus",
     *("gelu_fast", "gelu_python", "gelu_pytorch_tanh", "relu_squared", "swish"),
 )
 _GATED = {"swiglu": "silu", "geglu": "gelu", "gated-gelu": "gelu_tanh", "reglu": "relu"}

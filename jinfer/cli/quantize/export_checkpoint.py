@@ -89,8 +89,8 @@ def _evenly_symmetric(format: QuantFormat, widths: Sequence[str]) -> bool:
 
 def _bit_stream(codes: np.ndarray, bits: int) -> np.ndarray:
     """Codes [rows, n] as int32 words [rows, ceil(n bits / 32)], the lowest bits first."""
-    each = codes[..., None] >> np.arange(bits, dtype=np.uint8) & np.uint8(1)
-    flat = each.reshape(len(codes), -1)
+    digits = codes[..., None] >> np.arange(bits, dtype=np.uint8) & np.uint8(1)
+    flat = digits.reshape(len(codes), -1)
     flat = np.pad(flat, [(0, 0), (0, -flat.shape[1] % 32)])
     return np.packbits(flat, axis=1, bitorder="little").view("<i4")
 
@@ -285,7 +285,7 @@ def _origin(plan: WeightPlan, name: str) -> Origin:
 def _is_taken(
     layout: str, origin: Any, role: Role, format: QuantFormat, shapes: Mapping[str, Any]
 ) -> bool:
-    place, file = origin.place, origin.files[0]
+    place, file = origin.place, origin.tensors[0]
     whole = not place.parts or (place.groups == 1 and place.axis == 0 and not origin.stacked)
     if not origin.is_rows(shapes) or not whole or file.shape[-1] % format.block:
         return False
@@ -313,7 +313,7 @@ def export(
     planned = {
         file.name: plan.storages[name].format
         for name in plan.storages
-        for file in _origin(plan, name).files
+        for file in _origin(plan, name).tensors
     }
     copied = [tensor for name, tensor in tensors.items() if name not in planned]
     if layout != "gguf":
@@ -334,7 +334,7 @@ def _written(
     for name, parameter in parameters:
         if isinstance(parameter, QuantizedTensor) and name in plan.storages:
             origin = _origin(plan, name)
-            for number, file in enumerate(origin.files):
+            for number, file in enumerate(origin.tensors):
                 parts = origin.place.parts or (name,)
                 own = parameter[number] if origin.stacked else parameter
                 waiting[file.name][name] = codes_of(own)
@@ -398,12 +398,12 @@ def _gguf_writer(folder: Path, plan: WeightPlan, planned: Mapping[str, QuantForm
         name: StoredTensor(tensor.shape, types.get(name) or tensor.type)
         for name, tensor in plan.checkpoint.tensors.items()
     }
-    most = max(types.values(), key=[*types.values()].count)
+    common = max(types.values(), key=[*types.values()].count)
     metadata = {
         key: value
         for key, value in raw_metadata(plan.checkpoint.path).items()
         if not key.startswith("split.") and key != "general.alignment"
     }
-    metadata["general.file_type"] = uint32(_FILE_TYPES[most or ""])
+    metadata["general.file_type"] = uint32(_FILE_TYPES[common or ""])
     metadata["general.quantization_version"] = uint32(_BLOCK_FORMAT)
     return GGUFWriter(folder / "model.gguf", metadata, stored)

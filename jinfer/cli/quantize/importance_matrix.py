@@ -133,5 +133,5 @@ def _by_tensor(origin: Origin, tap: RecordedWeight) -> dict[str, np.ndarray]:
         return {}
     squares = known(inputs).importance
     if origin.stacked:
-        return {file.name: each for file, each in zip(origin.files, squares, strict=True)}
-    return {origin.files[0].name: squares.reshape(-1)}
+        return {file.name: each for file, each in zip(origin.tensors, squares, strict=True)}
+    return {origin.tensors[0].name: squares.reshape(-1)}

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.quantize.write_gguf import add_tensor, copy_metadata, finish
-from jinfer.cli.run_command import run
-from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.run_command import command
+from jinfer.cli.terminal.argument_parser import argument
 from jinfer.loader.checkpoint import Checkpoint, CheckpointError
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import open_files
@@ -108,26 +106,17 @@ def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
     finish(writer)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status. Errors are one line, never a traceback."""
-    parser = CliParser(
-        prog=prog_of_module(__spec__.name),
-        description="Writes a model with rotated weights and the same outputs, to test quantizers.",
-    )
-    parser.add_argument("source", help="a .gguf with RMS norms before its blocks")
-    parser.add_argument("out", type=Path, help="the .gguf to write")
-    parser.add_argument("--type", choices=_TYPES, default="F16", help="type of the matrices (F16)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the orthogonal matrix (0)")
-    return run(_run, parser.parse_args(arguments))
-
-
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "Writes a model with rotated weights and the same outputs, to test quantizers.",
+    argument("source", help="a .gguf with RMS norms before its blocks"),
+    argument("out", type=Path, help="the .gguf to write"),
+    argument("--type", choices=_TYPES, default="F16", help="type of the matrices (F16)"),
+    argument("--seed", type=int, default=0, help="seed of the orthogonal matrix (0)"),
+)
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     if options.out.exists():
         raise SourceError(f"{options.out}: is there already; name another file, or remove it")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write(open_files(options.source, {}).checkpoint, options.out, options.seed, options.type)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from jinfer.cli.prog_name import prog_of_module
 from jinfer.modelspec.bounded_types import (
     Reader,
     WrongValue,
@@ -250,6 +251,46 @@ class CliParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(_plain(flag), shown, 1, _CLOSE)
         hint = f"; did you mean {shown[near[0]]}?" if near else ""
         return f"there is no flag {flag}{hint}"
+
+
+def argument(*names: str, **how: Any) -> Callable[[Any], Any]:
+    """Adds an argument to a parser or a group; parameters as of `ArgumentParser.add_argument`."""
+    return lambda parser: parser.add_argument(*names, **how)
+
+
+def several(*names: str, **how: Any) -> Callable[[Any], Any]:
+    """As `argument`, for one that may be repeated: a list."""
+    return argument(*names, action="append", default=[], **how)
+
+
+def one_of(*arguments: Callable[[Any], Any], required: bool = False) -> Callable[[Any], Any]:
+    """Adds arguments of which at most one may be given."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_mutually_exclusive_group(required=required)
+        for add_argument in arguments:
+            add_argument(group)
+
+    return add
+
+
+def parse(
+    module: str,
+    words: Sequence[str] | None,
+    description: str,
+    *arguments: Callable[[Any], Any],
+    **how: Any,
+) -> argparse.Namespace:
+    """Parses the words of a command (those of the process by default).
+
+    Args:
+        module: of the command, for its name in messages.
+        how: of `ArgumentParser`.
+    """
+    parser = CliParser(prog=prog_of_module(module), description=description, **how)
+    for add in arguments:
+        add(parser)
+    return parser.parse_args(words)
 
 
 class _HelpAll(argparse.Action):

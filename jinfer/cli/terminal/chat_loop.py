@@ -191,7 +191,7 @@ class ChatSession(Chat):
 def drop_oldest_turn(messages: list[Message]) -> int:
     """Drop the oldest turn, never a system message or the last question; how many messages."""
     first = 1 if messages[0]["role"] == "system" else 0
-    later = (i for i, each in enumerate(messages) if i > first and each["role"] == "user")
+    later = (i for i, message in enumerate(messages) if i > first and message["role"] == "user")
     end = next(later, first)
     del messages[first:end]
     return end - first

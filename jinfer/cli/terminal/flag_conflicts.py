@@ -40,8 +40,8 @@ _CONFLICTS = (
     _Conflict("greedy", ("strategy",), "both say how tokens are chosen"),
     _Conflict("greedy", ("temperature", "seed", *_DRAWING), "nothing is left to chance"),
     *(
-        _Conflict(one, CONSTRAINTS[number:], "an answer keeps to one of them")
-        for number, one in enumerate(CONSTRAINTS[:-1], start=1)
+        _Conflict(item, CONSTRAINTS[number:], "an answer keeps to one of them")
+        for number, item in enumerate(CONSTRAINTS[:-1], start=1)
     ),
 )
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")

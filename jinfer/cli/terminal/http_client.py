@@ -54,7 +54,7 @@ class ServerConnection:
         """The names of the served models. Raises `RemoteError`."""
         with self._request("GET", "/v1/models", None) as answer:
             found = _json(answer.read())
-        named = [each.get("id") for each in dicts_in(found.get("data"))]
+        named = [item.get("id") for item in dicts_in(found.get("data"))]
         return [name for name in named if isinstance(name, str)]
 
     def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,11 +115,11 @@ class ServerConnection:
             connection.close()
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
     """A connection to a Unix socket."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_CONNECT)
+    def __init__(self, path: str, timeout: float | None = None) -> None:
+        super().__init__("localhost", timeout=timeout)
         self.path = path
 
     def connect(self) -> None:
@@ -130,7 +130,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def dicts_in(value: object) -> list[dict[str, Any]]:
     """The objects of a list; empty if it is not a list."""
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _parts(url: str) -> SplitResult:
@@ -147,7 +147,7 @@ def _parts(url: str) -> SplitResult:
 
 def _connection(parts: SplitResult) -> http.client.HTTPConnection:
     if parts.scheme == "unix":
-        return _UnixConnection(parts.path)
+        return UnixConnection(parts.path, _CONNECT)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(str(parts.hostname), parts.port, timeout=_CONNECT)
 

@@ -38,7 +38,7 @@ from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file
-from jinfer.startup.imports import interrupts_raised
+from jinfer.startup import interrupts_raised
 from jinfer.template.chat_prompt import Message
 
 MAX_PROMPT = 64 << 20  # bytes

@@ -23,11 +23,11 @@ from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.runner.sampler_output import SamplerOutput
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.nn.row_edits import EditTable
 from jinfer.ops.attention.kv_cache import IndexedCache, LayerCache
 from jinfer.ops.cpu_library import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.quant_format import QuantFormat
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 
 _RECORDS = {

@@ -30,7 +30,6 @@ from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.thread_pools import start_threads, submit
 from jinfer.modelspec.eagle_head import tap_names
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_blocks import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache
@@ -38,8 +37,9 @@ from jinfer.ops.backend import backend, target_platform
 from jinfer.ops.cpu_library import cores
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
+from jinfer.quant_format import Kind
+from jinfer.sampling.logits_processors import has_function
 from jinfer.sampling.sampling_metadata import mask_words
-from jinfer.sampling.step_extras import has_function
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_forms import Step, StepFunction

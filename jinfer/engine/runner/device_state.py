@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.logits_processors import LogitsProcessor
+from jinfer.sampling.logits_processors import Extra, LogitsProcessor, extras_of
 from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
@@ -24,7 +24,6 @@ from jinfer.sampling.sampling_metadata import (
     sampler_state_row,
 )
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.sampling.step_extras import Extra, extras_of
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike

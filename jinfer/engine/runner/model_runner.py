@@ -84,7 +84,8 @@ class ModelRunner:
             EngineError: they are split over several devices.
         """
         like, tree = jax.tree.flatten(self.model.parameters)
-        if [one.shape for one in self.weights] != [one.shape for one in like]:
+        divided = any(len(array.sharding.device_set) > 1 for array in self.weights)
+        if divided or [array.shape for array in self.weights] != [one.shape for one in like]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
         return tuple(jax.tree.unflatten(tree, self.weights))
 

@@ -19,17 +19,24 @@ from pathlib import Path
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
-from jinfer.disk_cache import CacheOffError, DiskCache, NoCacheError, cache_folder, private_folder
+from jinfer.disk_cache import (
+    CacheOffError,
+    DiskCache,
+    NoCacheError,
+    cache_folder,
+    content_of,
+    files_below,
+    private_folder,
+)
 from jinfer.engine.runner.known_jaxlib import is_known
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.ops.cpu_library import cores, library_key
 from jinfer.progress import line
-from jinfer.startup.source_files import content_of, files_below
 
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
 _TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "modelspec")
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS")
 _used: list[str] = []  # folders that were set here as JAX's, rather than by the user
 _log = logging.getLogger("jinfer")
 _NEVER = 1e9  # seconds

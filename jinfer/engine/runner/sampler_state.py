@@ -13,10 +13,9 @@ from jinfer.engine.runner.device_state import SamplingRow, State
 from jinfer.engine.runner.flat_batch import padded
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.sampling.logits_processors import bits
+from jinfer.sampling.logits_processors import Extra, bits, processors_of, union
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.sampling.sampling_metadata import SamplerState
-from jinfer.sampling.step_extras import Extra, processors_of, union
 
 
 @dataclass(eq=False)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from jinfer.engine.runner.edit_tables import StepTaps
 from jinfer.engine.runner.image_rows import ImageShapes
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, OFFSET
-from jinfer.sampling.step_extras import Extra
+from jinfer.quant_format import Kind
+from jinfer.sampling.logits_processors import Extra
 
 # Kinds of steps, each of which has a line in `jinfer.engine.runner.step_table`.
 StepKind = Literal[

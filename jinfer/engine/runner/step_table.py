@@ -31,11 +31,11 @@ from jinfer.engine.runner.step_forms import (
 )
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.runner.verify import Nodes, begin_verify, finish_verify
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_blocks import BlockRows, gather_rows, row_groups, scatter_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, uninitialized_cache
+from jinfer.quant_format import Kind
 
 
 class StepInputs(Protocol):

@@ -23,12 +23,11 @@ from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.cpu_library import interrupted
 from jinfer.ops.fusion.weight_pointers import used_arrays
 from jinfer.sampling import penalties
-from jinfer.sampling.logits_processors import process
+from jinfer.sampling.logits_processors import Extra, process, processors_of
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
 from jinfer.sampling.param_types import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
 from jinfer.sampling.samplers import NOT_FINITE, SAMPLER_NAMES
-from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from jinfer.modelspec.model_spec import EngineSpec
-from jinfer.modelspec.quant_format import Kind
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     ENCODER,
@@ -22,6 +21,7 @@ from jinfer.ops.attention.kv_cache import (
     abstract_cache,
     nbytes,
 )
+from jinfer.quant_format import Kind
 
 SHARE = 0.4  # of the free memory
 _SEQUENCES = 4  # whole contexts that fit even with one slot, for beams

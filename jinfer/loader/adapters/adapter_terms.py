@@ -60,13 +60,13 @@ def check_names(adapter: LoraAdapter, format: str) -> None:
 
 
 def adapter_terms(
-    adapter: LoraAdapter, model: AbstractModel, tensors: TensorMap, format: str
+    adapter: LoraAdapter, model: AbstractModel, mapping: TensorMap, format: str
 ) -> dict[str, AdapterTerm]:
     """Name of each projection that an adapter changes, such as "decoder.3.attn.q" -> its term.
 
     Args:
         model: with room for adapters.
-        tensors, format: the names of the model's file, and its format.
+        mapping, format: the names of the model's file, and its format.
 
     Raises:
         LoadError: a module or a shape that the model does not have, too high a rank, or what can
@@ -76,19 +76,19 @@ def adapter_terms(
     slots = model.modules.adapters
     assert slots is not None, "it has room for adapters"
     check_names(adapter, format)
-    _check_there(adapter, saved_tensors(adapter, tensors), model, tensors)
+    _check_there(adapter, saved_tensors(adapter, mapping), model, mapping)
     _check_terms(adapter, slots)
-    files = named_modules(adapter, tensors)
+    tensors = named_modules(adapter, mapping)
     shapes, used, terms = parameter_shapes(model), set[str](), dict[str, AdapterTerm]()
     for parameter in model.names:
         projection, _, leaf = parameter.rpartition(".")
         if leaf != LORA_A:
             continue
         weight = f"{projection}.weight"
-        if (place := tensors.source_of(weight)) is None:
+        if (place := mapping.source_of(weight)) is None:
             continue
         find = _of_experts if len(shapes[weight]) == 3 else _of_matrix
-        found, term = find(adapter, weight, place, files, shapes)
+        found, term = find(adapter, weight, place, tensors, shapes)
         used |= found
         if term is not None:
             terms[projection] = term
@@ -99,23 +99,23 @@ def adapter_terms(
                 f"{adapter.path}: {left[0]}{more} is of experts, for which there is no room; set "
                 "engine.expert_adapters, or merge it (merge = true)"
             )
-        others = {name: file for name, file in files.items() if _module_of(file) in left}
-        _check_there(adapter, others, model, tensors)
+        others = {name: tensor for name, tensor in tensors.items() if _module_of(tensor) in left}
+        _check_there(adapter, others, model, mapping)
         raise LoadError(f"{adapter.path}: {left[0]}{more} {_MERGE}")
     return terms
 
 
 def _check_there(
-    adapter: LoraAdapter, files: Mapping[str, Tensor], model: AbstractModel, tensors: TensorMap
+    adapter: LoraAdapter, tensors: Mapping[str, Tensor], model: AbstractModel, mapping: TensorMap
 ) -> None:
     """Raise `LoadError` if a tensor, by all names of it, is none of the model's."""
-    places = (tensors.source_of(name) for name in (*model.names, "logits.weight"))
+    places = (mapping.source_of(name) for name in (*model.names, "logits.weight"))
     choices = (choice for place in places if place for choice in place.candidates())
     known = {name for choice in choices for name in choice.names}
     stacks = [name for name in known if "{e}" in name]
     known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_max_experts(model))}
-    there = {file.name for name, file in files.items() if name in known}
-    if absent := sorted({file.name for file in files.values()} - there):
+    there = {tensor.name for name, tensor in tensors.items() if name in known}
+    if absent := sorted({tensor.name for tensor in tensors.values()} - there):
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         reason = f"{absent[0].removesuffix('.weight')}{more} is no matrix of this model"
         raise LoadError(f"{adapter.path}: {reason}: the adapter belongs to another one")
@@ -141,36 +141,36 @@ def _check_terms(adapter: LoraAdapter, slots: AdapterSlots) -> None:
         )
 
 
-def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]:
+def named_modules(adapter: LoraAdapter, mapping: TensorMap) -> dict[str, Tensor]:
     """The matrices that an adapter changes, by all names that they may have in a model's file."""
     matrices = {}
     for name, module in adapter.modules.items():
-        each = f"{name}.weight"
-        matrices[each] = Tensor(each, module.shape, "F32", 0, module.b.read, module.b.raw)
+        full = f"{name}.weight"
+        matrices[full] = Tensor(full, module.shape, "F32", 0, module.b.read, module.b.raw)
         if module.experts and adapter.format == "peft":  # a parameter's own name
-            matrices[name] = replace(matrices.pop(each), name=name)
-    return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), tensors)
+            matrices[name] = replace(matrices.pop(full), name=name)
+    return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), mapping)
 
 
-def saved_tensors(adapter: LoraAdapter, tensors: TensorMap, name: str = "") -> dict[str, Tensor]:
+def saved_tensors(adapter: LoraAdapter, mapping: TensorMap, name: str = "") -> dict[str, Tensor]:
     """Return the adapter's tensors that replace the model's, by all names, or those of a name."""
     saved = {n: replace(t, name=n) for n, t in adapter.saved.items() if name in ("", n)}
-    return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), tensors)
+    return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), mapping)
 
 
 def _of_matrix(
     adapter: LoraAdapter,
     weight: str,
     place: TensorSource,
-    files: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     shapes: Shapes,
 ) -> tuple[set[str], AdapterTerm | None]:
     """The module with a projection's term, and this."""
     for choice in place.candidates():
         for name in choice.names:
-            if name in files:
-                found = Origin(weight, (files[name],), False, choice, adapter.path)
-                return {_module_of(files[name])}, _term(adapter, found, shapes)
+            if name in tensors:
+                found = Origin(weight, (tensors[name],), False, choice, adapter.path)
+                return {_module_of(tensors[name])}, _term(adapter, found, shapes)
     return set(), None
 
 
@@ -178,41 +178,43 @@ def _of_experts(
     adapter: LoraAdapter,
     weight: str,
     place: TensorSource,
-    files: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     shapes: Shapes,
 ) -> tuple[set[str], AdapterTerm | None]:
     """The modules with terms of some experts' matrices, and all experts' together."""
-    stack = find_stack(adapter, weight, place, files, shapes)
+    stack = find_stack(adapter, weight, place, tensors, shapes)
     if stack is not None and adapter.modules[stack.name].experts:
         return {stack.name}, AdapterTerm(*stack.own())
     experts, outputs, inputs = shapes[weight]
     for choice in place.candidates():
         for name in (name for name in choice.names if "{e}" in name):
-            each = {e: files.get(name.replace("{e}", str(e))) for e in range(experts)}
-            if not (there := {e: file for e, file in each.items() if file is not None}):
+            found_files = {e: tensors.get(name.replace("{e}", str(e))) for e in range(experts)}
+            if not (
+                there := {e: tensor for e, tensor in found_files.items() if tensor is not None}
+            ):
                 continue
-            rank = max(adapter.modules[_module_of(file)].rank for file in there.values())
+            rank = max(adapter.modules[_module_of(tensor)].rank for tensor in there.values())
             a = np.zeros((experts, rank, inputs), np.float32)
             b = np.zeros((experts, outputs, rank), np.float32)
-            for e, file in there.items():
-                found = Origin(weight, (file,), True, choice, adapter.path)
+            for e, tensor in there.items():
+                found = Origin(weight, (tensor,), True, choice, adapter.path)
                 term = _term(adapter, found, shapes)
                 if term.magnitude is not None:
                     raise LoadError(
-                        f"{adapter.path}: {_module_of(file)} has magnitudes (DoRA), and is an "
+                        f"{adapter.path}: {_module_of(tensor)} has magnitudes (DoRA), and is an "
                         f"expert's: it {_MERGE}"
                     )
                 a[e, : len(term.a)], b[e, :, : len(term.a)] = term.a, term.b
-            return {_module_of(file) for file in there.values()}, AdapterTerm(a, b)
+            return {_module_of(tensor) for tensor in there.values()}, AdapterTerm(a, b)
     return set(), None
 
 
-def _module_of(file: Tensor) -> str:
-    return file.name.removesuffix(".weight")
+def _module_of(tensor: Tensor) -> str:
+    return tensor.name.removesuffix(".weight")
 
 
 def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
-    name, place = _module_of(found.files[0]), found.place
+    name, place = _module_of(found.tensors[0]), found.place
     module = adapter.modules[name]
     a, b = read_pair(adapter, name, module)
     if place.axis or place.pieces > 1 or place.layers:
@@ -222,8 +224,8 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
         )
     length = None if module.magnitude is None else read_magnitude(adapter, name, module)
     if place.parts:
-        b = found.part(found.files[0], b, shapes)
-        length = None if length is None else found.part(found.files[0], length, shapes)
+        b = found.part(found.tensors[0], b, shapes)
+        length = None if length is None else found.part(found.tensors[0], length, shapes)
     expected = shapes[found.parameter][found.stacked :]
     if (b.shape[0], a.shape[1]) != tuple(expected):
         raise LoadError(

@@ -77,7 +77,7 @@ class ExpertStack:
         """`whole`, of the rows that are the parameter's."""
         a, b = self.whole()
         if self.origin.place.parts:
-            b = self.origin.part(self.origin.files[0], b, self.shapes)
+            b = self.origin.part(self.origin.tensors[0], b, self.shapes)
         return a, b
 
 
@@ -85,34 +85,34 @@ def find_stack(
     adapter: LoraAdapter,
     weight: str,
     place: TensorSource,
-    files: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     shapes: Shapes,
 ) -> ExpertStack | None:
     """The stack in an adapter that a parameter [experts, outputs, inputs] is a part of.
 
     Args:
-        files: of `named_modules`.
+        tensors: of `named_modules`.
     """
     for choice in place.candidates():
         for name in choice.names:
-            if (file := files.get(name)) is not None:
-                origin = Origin(weight, (file,), False, choice, adapter.path)
-                return ExpertStack(adapter, file.name.removesuffix(".weight"), origin, shapes)
+            if (tensor := tensors.get(name)) is not None:
+                origin = Origin(weight, (tensor,), False, choice, adapter.path)
+                return ExpertStack(adapter, tensor.name.removesuffix(".weight"), origin, shapes)
     return None
 
 
 def merged_stacks(
     adapter: LoraAdapter,
     model: AbstractModel,
-    tensors: TensorMap,
+    mapping: TensorMap,
     matrices: Mapping[str, Tensor],
-    files: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, tuple[Tensor, Callable[[], np.ndarray]]], set[str]]:
     """Merge an adapter's stacks into a checkpoint's tensors.
 
     Args:
         matrices: the result of `named_modules`.
-        files: the checkpoint's tensors by name.
+        tensors: the checkpoint's tensors by name.
 
     Returns:
         Name of each changed tensor -> the tensor and a function that returns its values in float32;
@@ -124,35 +124,42 @@ def merged_stacks(
     shapes, used = parameter_shapes(model), set[str]()
     changed = dict[str, tuple[Tensor, Callable[[], np.ndarray]]]()
     for weight, shape in shapes.items():
-        place = tensors.source_of(weight) if len(shape) == 3 else None
+        place = mapping.source_of(weight) if len(shape) == 3 else None
         if place is None or not weight.endswith(".weight"):
             continue
         stack = find_stack(adapter, weight, place, matrices, shapes)
         if stack is None or not adapter.modules[stack.name].experts:
             continue
         used.add(stack.name)
-        for file, read in _targets(stack, place, files):
-            changed[file.name] = file, read
+        for tensor, read in _targets(stack, place, tensors):
+            changed[tensor.name] = tensor, read
     return changed, used
 
 
 def _targets(
-    stack: ExpertStack, place: TensorSource, files: Mapping[str, Tensor]
+    stack: ExpertStack, place: TensorSource, tensors: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Callable[[], np.ndarray]]]:
     """The tensors that a parameter is read from, and what they become."""
     count, origin = stack.shapes[stack.origin.parameter][0], stack.origin
     for choice in place.candidates():
         for name in choice.names:
             full = [name.replace("{e}", str(e)) for e in range(count)]
-            if "{e}" in name and all(each in files for each in full) and not choice.parts:
+            if (
+                "{e}" in name
+                and all(expert_name in tensors for expert_name in full)
+                and not choice.parts
+            ):
                 own = cache(stack.own)
                 return [
-                    (files[each], _with_expert(stack, files[each], choice, own, e))
-                    for e, each in enumerate(full)
+                    (
+                        tensors[expert_name],
+                        _with_expert(stack, tensors[expert_name], choice, own, e),
+                    )
+                    for e, expert_name in enumerate(full)
                 ]
             same = replace(choice, fallback=None) == replace(origin.place, fallback=None)
-            if name in files and same:
-                return [(files[name], _with_all(stack, files[name], choice))]
+            if name in tensors and same:
+                return [(tensors[name], _with_all(stack, tensors[name], choice))]
     raise LoadError(
         f"{stack.adapter.path}: {stack.name} is no stack of matrices of the checkpoint, nor are "
         f"there experts' own for {origin.parameter}; use the adapter without merge"
@@ -160,33 +167,33 @@ def _targets(
 
 
 def _with_expert(
-    stack: ExpertStack, file: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
+    stack: ExpertStack, tensor: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
 ) -> Callable[[], np.ndarray]:
     def values() -> np.ndarray:
         a, b = read()
-        return _sum(stack, file, place, (a[e], b[e]))
+        return _sum(stack, tensor, place, (a[e], b[e]))
 
     return values
 
 
-def _with_all(stack: ExpertStack, file: Tensor, place: TensorSource) -> Callable[[], np.ndarray]:
-    return lambda: _sum(stack, file, place, stack.whole())
+def _with_all(stack: ExpertStack, tensor: Tensor, place: TensorSource) -> Callable[[], np.ndarray]:
+    return lambda: _sum(stack, tensor, place, stack.whole())
 
 
 def _sum(
-    stack: ExpertStack, file: Tensor, place: TensorSource, pair: tuple[np.ndarray, np.ndarray]
+    stack: ExpertStack, tensor: Tensor, place: TensorSource, pair: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    weight, (a, b) = file.read().astype(np.float32), pair
+    weight, (a, b) = tensor.read().astype(np.float32), pair
     with np.errstate(over="ignore", invalid="ignore"):  # found by `finite_sum`
         term = b @ a
-    if place.transpose and file.codes is None:
+    if place.transpose and tensor.codes is None:
         term = term.swapaxes(-1, -2)
     if weight.shape != term.shape:
         raise LoadError(
-            f"{file.name} is {list(weight.shape)}, and its adapter is for {list(term.shape)}: it "
+            f"{tensor.name} is {list(weight.shape)}, and its adapter is for {list(term.shape)}: it "
             "belongs to another model"
         )
-    return finite_sum(weight, term, stack.adapter, file.name.removesuffix(".weight"))
+    return finite_sum(weight, term, stack.adapter, tensor.name.removesuffix(".weight"))
 
 
 def finite_sum(

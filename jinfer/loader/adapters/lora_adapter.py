@@ -135,7 +135,9 @@ class LoraAdapter:
     @property
     def has_experts(self) -> bool:
         """Whether it changes matrices of a mixture's experts."""
-        return any(one.experts or _OF_EXPERT.search(name) for name, one in self.modules.items())
+        return any(
+            module.experts or _OF_EXPERT.search(name) for name, module in self.modules.items()
+        )
 
 
 def open_adapter(path: Path) -> LoraAdapter:
@@ -217,7 +219,7 @@ def _open_peft(path: Path, checkpoint: Checkpoint) -> LoraAdapter:
         modules[name] = LoraModule(a, b, scale, None, count, by_axes)
     if magnitudes:
         raise CheckpointError(checkpoint.path, f"{min(magnitudes)} has a magnitude and no lora_A")
-    if config.get("use_dora") and any(one.magnitude is None for one in modules.values()):
+    if config.get("use_dora") and any(module.magnitude is None for module in modules.values()):
         raise CheckpointError(checkpoint.path, "use_dora is set, and a magnitude vector is missing")
     return _not_empty(LoraAdapter(checkpoint.path, "peft", modules, saved))
 
@@ -235,7 +237,7 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     for key, (plain, advice) in _PLAIN_KEYS.items():
         value = config.get(key)
         # True and 1 are equal, and only the first is a switch.
-        same = any(value is one or (isinstance(one, str) and value == one) for one in plain)
+        same = any(value is usual or (isinstance(usual, str) and value == usual) for usual in plain)
         if not (value is None or value in ([], {}, ()) or same):
             raise CheckpointError(path, f"{key} = {value!r}: {advice}"[:300])
 
@@ -337,10 +339,10 @@ def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
         CheckpointError: a parameter belongs to no expert stack.
     """
     given = config.get("target_parameters") or []
-    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+    if not isinstance(given, list) or not all(isinstance(target, str) for target in given):
         raise CheckpointError(path, f"target_parameters is {given!r:.200}, not a list of names")
-    targets = tuple(one for one in given if one.rpartition(".")[2] != "weight")
-    if other := [one for one in targets if one.rpartition(".")[2] not in _ORDER]:
+    targets = tuple(target for target in given if target.rpartition(".")[2] != "weight")
+    if other := [target for target in targets if target.rpartition(".")[2] not in _ORDER]:
         reason = f"target_parameters has {other[0]!r:.100}; of parameters only {', '.join(_ORDER)}"
         raise CheckpointError(path, f"{reason} of experts are read; merge it with PEFT")
     return targets
@@ -374,11 +376,13 @@ def name_parameters(
     single, stacks, known = dict[str, Pair](), dict[str, Pair](), set(targets)
     for module, found in wrapped.items():
         names = [f"{module}.{leaf}" for leaf in _ORDER]
-        names = [one for one in names if any(f".{one}".endswith(f".{each}") for each in known)]
+        names = [
+            name for name in names if any(f".{name}".endswith(f".{target}") for target in known)
+        ]
         if not names and list(found) == [0]:
             single[module] = found[0]
         elif sorted(found) == list(range(len(names))):
-            stacks |= {one: found[len(names) - 1 - i] for i, one in enumerate(names)}
+            stacks |= {name: found[len(names) - 1 - i] for i, name in enumerate(names)}
         else:
             reason = f"{module} has {len(found)} lora_A, and target_parameters names {len(names)}"
             raise CheckpointError(path, f"{reason} of its parameters")

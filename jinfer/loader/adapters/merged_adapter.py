@@ -27,7 +27,7 @@ from jinfer.nn.abstract_model import AbstractModel
 
 
 def merged(
-    checkpoint: Checkpoint, adapter: LoraAdapter, model: AbstractModel, tensors: TensorMap
+    checkpoint: Checkpoint, adapter: LoraAdapter, model: AbstractModel, mapping: TensorMap
 ) -> Checkpoint:
     """The checkpoint with an adapter merged into its weights as they are read.
 
@@ -43,26 +43,26 @@ def merged(
     if isinstance(checkpoint, NativeCheckpoint):
         raise LoadError(f"{checkpoint.path}: is quantized already; merge into what it was made of")
     check_names(adapter, checkpoint.format)
-    files = by_name(checkpoint, tensors)
+    tensors = by_name(checkpoint, mapping)
     transposed = set[str]()
     for name in model.names:
-        place = tensors.source_of(name)
+        place = mapping.source_of(name)
         for choice in () if place is None else place.candidates():
             transposed |= set(choice.names) if choice.transpose else set()
     changed = dict[str, Tensor]()
-    matrices = named_modules(adapter, tensors)
-    stacks, used = merged_stacks(adapter, model, tensors, matrices, files)
+    matrices = named_modules(adapter, mapping)
+    stacks, used = merged_stacks(adapter, model, mapping, matrices, tensors)
     changed |= {name: _computed(tensor, read) for name, (tensor, read) in stacks.items()}
     for name, module in adapter.modules.items():
         if name in used:
             continue
-        known = [each for each, tensor in matrices.items() if tensor.name == f"{name}.weight"]
-        found = next((each for each in known if each in files), None)
+        known = [alias for alias, tensor in matrices.items() if tensor.name == f"{name}.weight"]
+        found = next((alias for alias in known if alias in tensors), None)
         if found is None:
             raise LoadError(f"{adapter.path}: {name} is no matrix of {checkpoint.path}")
         turn = not transposed.isdisjoint(known)
         shape = module.shape[::-1] if turn else module.shape
-        tensor = _as_plain(files[found]) if turn else files[found]
+        tensor = _as_plain(tensors[found]) if turn else tensors[found]
         if tensor.shape != shape:
             raise LoadError(
                 f"{adapter.path}: {name} is for a matrix {list(module.shape)}, and that of "
@@ -71,10 +71,10 @@ def merged(
         read = partial(_merged_values, adapter, name, module, tensor.read, turn)
         changed[tensor.name] = _computed(tensor, read)
     for name, tensor in adapter.saved.items():
-        known = [n for n in saved_tensors(adapter, tensors, name) if n in files]
+        known = [n for n in saved_tensors(adapter, mapping, name) if n in tensors]
         if not known:
             raise LoadError(f"{adapter.path}: {name} is no tensor of {checkpoint.path}")
-        own = files[known[0]]
+        own = tensors[known[0]]
         if tensor.shape != own.shape:
             raise LoadError(
                 f"{adapter.path}: {name} is {list(tensor.shape)}, and that of {checkpoint.path} "
@@ -94,15 +94,15 @@ def with_own_head(
     """
     heads = {n: b for n, b in spec.shared if isinstance(b, HeadSpec) and b.tied}
     changed = {*named_modules(adapter, spec.tensors), *saved_tensors(adapter, spec.tensors)}
-    files, table = by_name(checkpoint, spec.tensors), spec.tensors.source_of("embed.weight")
-    embeds = [files[n] for n in _names(table) if n in files]
+    tensors, table = by_name(checkpoint, spec.tensors), spec.tensors.source_of("embed.weight")
+    embeds = [tensors[n] for n in _names(table) if n in tensors]
     for head, block in heads.items():
         own = [n for n in _names(spec.tensors.source_of(f"{head}.weight")) if n in changed]
         if own and embeds:
             untied = {**dict(spec.shared), head: replace(block, tied=False)}
             spec = replace(spec, shared=tuple(untied.items()))
-            tensors = {**checkpoint.tensors, own[0]: replace(embeds[0], name=own[0])}
-            checkpoint = replace(checkpoint, tensors=tensors)
+            with_head = {**checkpoint.tensors, own[0]: replace(embeds[0], name=own[0])}
+            checkpoint = replace(checkpoint, tensors=with_head)
     return spec, checkpoint
 
 

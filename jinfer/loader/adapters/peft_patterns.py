@@ -36,4 +36,6 @@ def answer(question: Sequence[Sequence[str]]) -> list[int | None]:
     """Match names with patterns, in the sandbox; see `first_matches`."""
     patterns, names = question
     every = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
-    return [next((i for i, one in enumerate(every) if one.match(name)), None) for name in names]
+    return [
+        next((i for i, pattern in enumerate(every) if pattern.match(name)), None) for name in names
+    ]

@@ -109,9 +109,9 @@ def unpack_stream(words: np.ndarray, bits: int) -> UInt8[np.ndarray, "*rows code
     words = np.ascontiguousarray(words).view(np.uint32)
     count = words.shape[-1] * 32 // bits
     if 8 % bits == 0:
-        fields, each = words.astype("<u4", copy=False).view(np.uint8), 8 // bits
-        codes = np.empty((*fields.shape, each), np.uint8)
-        for i in range(each):
+        fields, per_byte = words.astype("<u4", copy=False).view(np.uint8), 8 // bits
+        codes = np.empty((*fields.shape, per_byte), np.uint8)
+        for i in range(per_byte):
             codes[..., i] = fields >> np.uint8(i * bits)
         codes &= np.uint8((1 << bits) - 1)
         return codes.reshape(*words.shape[:-1], count)

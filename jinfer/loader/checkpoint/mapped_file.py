@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
-from jinfer.sandbox.download_check import HEAD, MAX_ANSWER, failed_download
+from jinfer.sandbox.safe_files import HEAD, MAX_ANSWER, failed_download
 
 MAX_DIMS = 64  # NumPy's own limit
 MAX_BYTES = 2**63 - 1

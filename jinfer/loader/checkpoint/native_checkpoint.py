@@ -165,17 +165,25 @@ def _packed(path: Path, name: str, written: Any) -> PackedFormat:
 
 def _unreadable(path: Path, name: str, written: Any) -> Tensor:
     """Return a tensor of the source with its type and shape; it cannot be read."""
-    type_name: Any
-    shape: Any
-    type_name, shape = written if isinstance(written, list) and len(written) == 2 else ("", None)
-    if not isinstance(type_name, str) or not are_sizes(shape, least=0):
+    found = type_and_shape(written)
+    if found is None:
         raise _damaged(path, "source", f"tensor {name[:200]!r} is not a type and a shape")
-    refuse = partial(_refuse, path, name)
-    return Tensor(name, tuple(shape), type_name, 0, refuse, refuse)
+    reason = f"has {name} converted only; use the checkpoint it was made from"
+    refuse = partial(refuse_to_read, path, reason)
+    return Tensor(name, found[1], found[0], 0, refuse, refuse)
 
 
-def _refuse(path: Path, name: str) -> NoReturn:
-    raise CheckpointError(path, f"has {name} converted only; use the checkpoint it was made from")
+def refuse_to_read(path: Path, reason: str) -> NoReturn:
+    """Raise `CheckpointError`: the `read` of a tensor whose values cannot be read alone."""
+    raise CheckpointError(path, reason)
+
+
+def type_and_shape(written: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Return the type and shape that JSON's [type, shape] states; None if it is not that."""
+    match written:
+        case [str(type_name), shape] if are_sizes(shape, least=0):
+            return type_name, tuple(shape)
+    return None
 
 
 def are_sizes(values: Any, least: int = 1) -> bool:
@@ -202,7 +210,7 @@ def native_metadata(
     # Specifications read nothing of the metadata of safetensors files.
     metadata = checkpoint.metadata if checkpoint.format in ("gguf", "llama2c") else {}
     source = {"format": checkpoint.format, "metadata": metadata, "tensors": tensors}
-    parameters = {name: asdict(each) for name, each in packed.items()}
+    parameters = {name: asdict(format) for name, format in packed.items()}
     return {
         **marks(),
         "parameters": json.dumps(parameters, default=_plain),

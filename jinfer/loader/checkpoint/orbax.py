@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,9 +34,10 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     AGAIN,
     FORMAT,
     NativeCheckpoint,
-    are_sizes,
     check_version,
     parse_native,
+    refuse_to_read,
+    type_and_shape,
 )
 from jinfer.sandbox.safe_files import read_regular_file
 
@@ -173,9 +174,9 @@ def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:
     folder = checkpoint.folder
     found = _call_orbax(folder, lambda: api.metadata(folder.absolute()).metadata)
     stored = {
-        name: (tuple(each.shape), np.dtype(each.dtype))
-        for name, each in (found.items() if isinstance(found, dict) else ())
-        if hasattr(each, "shape") and hasattr(each, "dtype")
+        name: (tuple(array.shape), np.dtype(array.dtype))
+        for name, array in (found.items() if isinstance(found, dict) else ())
+        if hasattr(array, "shape") and hasattr(array, "dtype")
     }
     for name, part in checkpoint.parts.items():
         if not prod(part.shape):
@@ -248,19 +249,15 @@ def _check_files(path: Path, folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def _part(path: Path, name: str, written: Any) -> Tensor:
-    type_name: Any
-    shape: Any
-    type_name, shape = written if isinstance(written, list) and len(written) == 2 else ("", None)
-    if not isinstance(type_name, str) or type_name not in DTYPES or not are_sizes(shape, least=0):
+    found = type_and_shape(written)
+    if found is None or found[0] not in DTYPES:
         reason = f"arrays: {name[:200]!r} is not a type and a shape"
         raise CheckpointError(path, f"{reason}: it is damaged, {AGAIN}")
+    type_name, shape = found
     itemsize = DTYPES[type_name].itemsize
     count = element_count(shape, itemsize)
     if count is None:
         raise CheckpointError(path, f"arrays: {name[:200]!r} has too large a shape: {AGAIN}")
-    refuse = partial(_refuse, path, name)
-    return Tensor(name, tuple(shape), type_name, count * itemsize, refuse, refuse)
-
-
-def _refuse(path: Path, name: str) -> NoReturn:
-    raise CheckpointError(path, f"{name} is not read alone, but restored with the others")
+    reason = f"{name} is not read alone, but restored with the others"
+    refuse = partial(refuse_to_read, path, reason)
+    return Tensor(name, shape, type_name, count * itemsize, refuse, refuse)

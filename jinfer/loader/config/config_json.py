@@ -13,8 +13,7 @@ from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_files import architecture_of, format_table
-from jinfer.sandbox.download_check import read_downloaded
-from jinfer.sandbox.safe_files import FileRefusedError, path_exists
+from jinfer.sandbox.safe_files import FileRefusedError, path_exists, read_downloaded
 
 MAX_CONFIG_BYTES = 64 << 20
 

@@ -29,14 +29,14 @@ from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.read_parameter import read_values, values_to_quantize
 from jinfer.loader.weights.storage_plan import budgeted, candidates, choose, matrices, stored_size
 from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
-from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.progress import Task, task
 from jinfer.quant.calibration_stats import InputStats, RecordedWeight, record_inputs
-from jinfer.quant.gptq import DAMPING, factor_hessian
+from jinfer.quant.gptq import factor_hessian
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import split_into_blocks
+from jinfer.quant_format import QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -75,10 +75,10 @@ def with_budget(plan: WeightPlan, texts: Sequence[Texts], *, progress: bool = Fa
             losses[i, j] = costs.get(name, 0.0) * mean_square_error(values, format)
     chosen = dict(zip(names, choose(sizes, losses, float(room)), strict=True))
     storages = {
-        name: replace(each, format=formats[chosen[first]])
+        name: replace(storage, format=formats[chosen[first]])
         if (first := plan.same[name]) in chosen
-        else each
-        for name, each in plan.storages.items()
+        else storage
+        for name, storage in plan.storages.items()
     }
     return replace(plan, storages=storages)
 
@@ -107,8 +107,8 @@ def _costs(
         return jnp.asarray(stored, jnp.float32)
 
     matrices = {
-        name: each.method == "gptq"
-        for name, each in plan.storages.items()
+        name: storage.method == "gptq"
+        for name, storage in plan.storages.items()
         if plan.same[name] in firsts
     }
     # Feedback does better for texts that it is computed for: some of the longest are left out.
@@ -192,8 +192,8 @@ class _Costs:
             before, stats = self._recorded(leaves, run, before)
             inputs.append(stats)
             own = {**others, **leaves}
-            each = zip(vectors[-1], texts, strict=True)
-            vectors.append([jax.block_until_ready(run(own, x, ids)) for x, ids in each])
+            pairs = zip(vectors[-1], texts, strict=True)
+            vectors.append([jax.block_until_ready(run(own, x, ids)) for x, ids in pairs])
             self._bar.update(len(texts))
         heads = {name: others[name] for name in walk.others if self._matrices.get(name)}
         _, stats = self._recorded(heads, walk.finish, before)
@@ -279,7 +279,7 @@ def _whitening(inputs: InputStats) -> _Whiten:
     for index in np.ndindex(inputs.rows.shape):
         if inputs.rows[index]:
             size = inputs.mean.shape[-1]
-            upper, places = factor_hessian(inputs.mean[index], size, 1, DAMPING)
+            upper, places = factor_hessian(inputs.mean[index], size, 1)
             factors.append((index, jnp.asarray(upper, jnp.float32), jnp.asarray(places)))
 
     def squares(gradient: Array) -> Array:

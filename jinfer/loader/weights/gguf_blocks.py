@@ -31,10 +31,10 @@ from jinfer.cpu import repack_gguf
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.ggml_types import BLOCKS, q3_k_scales, six_bit_numbers
 from jinfer.loader.checkpoint.mapped_file import release
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, Width
 from jinfer.quant import f16_as_int
 from jinfer.quant.bit_packing import pack_fours
 from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty_tensor, fill_rows
+from jinfer.quant_format import F16_AS_INT, QuantFormat, Width
 
 if TYPE_CHECKING:
     from jaxtyping import Int, UInt8
@@ -63,7 +63,7 @@ class _BlockLayout:
     check: Callable[[np.ndarray], bool] | None = None
 
 
-def repacked_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
+def repacked_format(stored: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
     """Returns the format of `repacked_tensor`; None if the numbers have to be decoded.
 
     Only MXFP4 requires reading the data: its scales may exceed float16's range.
@@ -74,20 +74,20 @@ def repacked_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) ->
     Raises:
         CheckpointError: the file is broken.
     """
-    files = [tensors] if isinstance(tensors, Tensor) else tensors
-    kinds = {_KINDS.get(file.type) if len(file.shape) > 1 else None for file in files}
+    tensors = [stored] if isinstance(stored, Tensor) else stored
+    kinds = {_KINDS.get(tensor.type) if len(tensor.shape) > 1 else None for tensor in tensors}
     kind = kinds.pop()
     if kinds or kind is None:
         return None
-    if kind.format == F16_AS_INT and not (halves and files[0].shape[-1] % F16_AS_INT.block == 0):
+    if kind.format == F16_AS_INT and not (halves and tensors[0].shape[-1] % F16_AS_INT.block == 0):
         return None
-    if kind.check is not None and not all(kind.check(_blocks(file)) for file in files):
+    if kind.check is not None and not all(kind.check(_blocks(tensor)) for tensor in tensors):
         return None
     return kind.format
 
 
 def repacked_tensor(
-    tensors: Tensor | Sequence[Tensor],
+    stored: Tensor | Sequence[Tensor],
     rows: slice | np.ndarray | None = None,
     *,
     columns: int | None = None,
@@ -96,9 +96,8 @@ def repacked_tensor(
     """Read matrices in the stored format, with a few MB of memory beyond the result.
 
     Args:
-        tensors: a matrix [outputs, inputs] or a stack of them; or several tensors of the same
-            shape,
-            which are stacked along a new first axis.
+        stored: a matrix [outputs, inputs] or a stack of them; or several tensors of the same
+            shape, which are stacked along a new first axis.
         rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
         halves: see `repacked_format`.
@@ -110,21 +109,21 @@ def repacked_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    format = repacked_format(tensors, halves)
+    format = repacked_format(stored, halves)
     if format is None:
         return None
-    files = [tensors] if isinstance(tensors, Tensor) else tensors
-    several = () if isinstance(tensors, Tensor) else (len(files),)
-    *stack, outputs, inputs = files[0].shape
+    tensors = [stored] if isinstance(stored, Tensor) else stored
+    several = () if isinstance(stored, Tensor) else (len(tensors),)
+    *stack, outputs, inputs = tensors[0].shape
     if not (rows is None or isinstance(rows, slice)):
         rows = np.arange(outputs)[rows]
     count = outputs if rows is None else len(np.arange(outputs)[rows])
     result = empty_tensor((*several, *stack, count, inputs), format, columns)
-    for e, file in enumerate(files):
-        raw = file.raw().reshape(*stack, outputs, -1)
+    for e, tensor in enumerate(tensors):
+        raw = tensor.raw().reshape(*stack, outputs, -1)
         for index in np.ndindex(*stack):
             matrix = (e, *index) if several else index
-            repack(file.type, raw[index], result[matrix or ...], rows)
+            repack(tensor.type, raw[index], result[matrix or ...], rows)
     return result
 
 
@@ -145,9 +144,9 @@ def repack(
     kind, size = _KINDS[type_name], _bytes(type_name)
     if isinstance(rows, slice):
         raw, rows = raw[rows], None
-    each = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
-    for begin in range(0, target.outputs, each):
-        count = min(each, target.outputs - begin)
+    height = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
+    for begin in range(0, target.outputs, height):
+        count = min(height, target.outputs - begin)
         part = slice(begin, begin + count)
         selected = raw[part if rows is None else rows[part]]
         tile, sizes = begin // target.rows, (size, _values(type_name))
@@ -171,8 +170,8 @@ def _repack(
     fill_rows(target, begin, words.reshape(len(words), count, -1), scales, steps)
 
 
-def _blocks(file: Tensor) -> np.ndarray:
-    return file.raw().reshape(-1, _bytes(file.type))
+def _blocks(tensor: Tensor) -> np.ndarray:
+    return tensor.raw().reshape(-1, _bytes(tensor.type))
 
 
 def _bytes(type_name: str) -> int:

@@ -27,10 +27,10 @@ import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
-from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import SUPER, QuantizedTensor, empty_tensor, from_codes
 from jinfer.quant.reordered_tensor import ReorderedTensor
 from jinfer.quant.scaled_tensor import block_of
+from jinfer.quant_format import QuantFormat, Width
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float16, Int, Int8
@@ -71,9 +71,9 @@ def split_error(
 
 def _parted(scales: np.ndarray, block: int) -> np.ndarray:
     """[*rows, blocks] -> [*rows, supers, blocks of one], with zeros behind the last."""
-    each = SUPER // block
-    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % each)]
-    return np.pad(scales, padding).reshape(*scales.shape[:-1], -1, each)
+    per_super = SUPER // block
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % per_super)]
+    return np.pad(scales, padding).reshape(*scales.shape[:-1], -1, per_super)
 
 
 _BLOCKS = (128, 64, 32)
@@ -98,7 +98,7 @@ class GroupedFormat:
     reordered: bool
 
 
-def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
+def grouped_format(tensors: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
     """Choose the format for the tensors of a parameter; None if they have to be decoded.
 
     Reads the scales.
@@ -109,14 +109,14 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
     Raises:
         CheckpointError: the file is broken.
     """
-    codes = [file.codes for file in files if file.codes is not None]
-    choices = {_formats(each) for each in codes}
-    if len(codes) < len(files) or len(choices) != 1:
+    codes = [tensor.codes for tensor in tensors if tensor.codes is not None]
+    choices = {_formats(grouped) for grouped in codes}
+    if len(codes) < len(tensors) or len(choices) != 1:
         return None
     for format in choices.pop():
-        lost = max(_lost(each, format) for each in codes)
+        lost = max(_lost(grouped, format) for grouped in codes)
         if lost <= (0 if exact else _MAX_LOST):
-            return GroupedFormat(format, lost, any(each.order is not None for each in codes))
+            return GroupedFormat(format, lost, any(grouped.order is not None for grouped in codes))
     return None
 
 
@@ -134,7 +134,7 @@ def described(format: QuantFormat) -> str:
 
 
 def grouped_tensor(
-    files: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     stacked: bool,
     kept: GroupedFormat,
     rows: Int[np.ndarray, " outputs"] | None,
@@ -143,7 +143,7 @@ def grouped_tensor(
     """Read matrices with the stored codes.
 
     Args:
-        files: tensors for which `grouped_format` returns `kept`.
+        tensors: those for which `grouped_format` returns `kept`.
         stacked: stack them along a new first axis; else there is a single tensor.
         rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
@@ -154,28 +154,28 @@ def grouped_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    blocks = _stack_of(files, stacked, kept.format, rows, columns)
+    blocks = _stack_of(tensors, stacked, kept.format, rows, columns)
     if not kept.reordered:
         return blocks
-    orders = [_sorted_inputs(file.codes) for file in files if file.codes is not None]
+    orders = [_sorted_inputs(tensor.codes) for tensor in tensors if tensor.codes is not None]
     order = np.stack(orders) if stacked else orders[0]
     return ReorderedTensor(np.broadcast_to(order, (*blocks.stack, blocks.inputs)).copy(), blocks)
 
 
 def _stack_of(
-    files: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     stacked: bool,
     format: QuantFormat,
     rows: np.ndarray | None,
     columns: int | None,
 ) -> QuantizedTensor:
     if not stacked:
-        return _blocks_of(files[0], format, rows, columns)
+        return _blocks_of(tensors[0], format, rows, columns)
     result = None
-    for e, file in enumerate(files):
-        part = _blocks_of(file, format, rows, columns)
+    for e, tensor in enumerate(tensors):
+        part = _blocks_of(tensor, format, rows, columns)
         if result is None:
-            result = empty_tensor((len(files), *part.shape), format, columns)
+            result = empty_tensor((len(tensors), *part.shape), format, columns)
         for to, values in zip(jax.tree.leaves(result[e]), jax.tree.leaves(part), strict=True):
             to[...] = values
     assert result is not None, "a parameter has tensors"
@@ -183,9 +183,9 @@ def _stack_of(
 
 
 def _blocks_of(
-    file: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
+    tensor: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
 ) -> QuantizedTensor:
-    grouped = file.codes
+    grouped = tensor.codes
     assert grouped is not None, "the file has such codes"
     codes, steps = grouped.codes(), None
     if format.two_level:
@@ -303,8 +303,8 @@ def _numbers(
     codes: GroupedCodes, format: QuantFormat
 ) -> Float16[np.ndarray, "*stack outputs blocks numbers"]:
     scales, bases = _exact(codes, format)
-    each = (scales,) if bases is None else (scales, bases)
-    numbers = np.stack([part.astype(np.float16) for part in each], axis=-1)
+    parts = (scales,) if bases is None else (scales, bases)
+    numbers = np.stack([part.astype(np.float16) for part in parts], axis=-1)
     count = -(-codes.shape[-1] // format.block)
     times = count if codes.groups == 1 else codes.group // format.block
     return np.repeat(numbers, times, axis=-2)[..., :count, :] if times > 1 else numbers

@@ -119,8 +119,8 @@ class LayerwiseForward:
         rows = jnp.asarray(ids)
         if self._stack == "encoder":
             return rows, ForwardBatch.of_texts(rows, lengths)
-        each = -(-tokens // kv_cache.BLOCK)
-        table = jnp.arange(texts * each, dtype=jnp.int32).reshape(texts, each)
+        blocks = -(-tokens // kv_cache.BLOCK)
+        table = jnp.arange(texts * blocks, dtype=jnp.int32).reshape(texts, blocks)
         groups = {shape.group for shape in self._model.caches.values()}
         step = ForwardBatch.flat(
             jnp.repeat(jnp.arange(texts, dtype=jnp.int32), tokens),
@@ -165,8 +165,8 @@ def generated_texts(
     # Activations in 8 bits are fastest, whichever the model will have.
     rounded: dict[str, Any] = {"format": _WRITES, "method": "rtn", "outliers": 0.0}
     fast = {
-        name: replace(each, activations="int8", **({} if each.as_in_file else rounded))
-        for name, each in plan.storages.items()
+        name: replace(storage, activations="int8", **({} if storage.as_in_file else rounded))
+        for name, storage in plan.storages.items()
     }
     leaves = read(replace(plan, plain=model, storages=fast))
     rng = np.random.default_rng(0)
@@ -210,10 +210,10 @@ def _write(
 ) -> Texts:
     """Texts of a length that begin with these tokens."""
     count = len(begins)
-    each = -(-length // kv_cache.BLOCK)
-    table = jnp.arange(count * each, dtype=jnp.int32).reshape(count, each)
+    blocks = -(-length // kv_cache.BLOCK)
+    table = jnp.arange(count * blocks, dtype=jnp.int32).reshape(count, blocks)
     tables = {shape.group: table for shape in model.caches.values()}
-    cache = kv_cache.zero_cache(model.caches, count * each, jnp.float16)
+    cache = kv_cache.zero_cache(model.caches, count * blocks, jnp.float16)
     rows, none = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
     key = jax.random.key(seed)
 

@@ -99,8 +99,8 @@ class LayerwiseGPTQ:
 
     def _heads(self) -> list[str]:
         """The heads that are quantized for their inputs."""
-        each = zip(self._model.names, self._model.roles, strict=True)
-        return [name for name, role in each if role == "head" and self._kind(name)]
+        pairs = zip(self._model.names, self._model.roles, strict=True)
+        return [name for name, role in pairs if role == "head" and self._kind(name)]
 
     def _work(self) -> float:
         """Estimate the total time, in seconds of a core."""
@@ -147,7 +147,7 @@ class LayerwiseGPTQ:
             bar.update(self._reading(names, ids))
         taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, RecordedWeight)}
         found = {name: leaf.inputs() for name, leaf in taps.items()}
-        return {name: known(each) for name, each in found.items() if each.rows.any()}
+        return {name: known(stats) for name, stats in found.items() if stats.rows.any()}
 
     def _stored(
         self, names: Sequence[str], inputs: Mapping[str, InputStats], bar: Task

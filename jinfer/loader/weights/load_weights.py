@@ -52,9 +52,9 @@ def load(
     return parameters
 
 
-def _largest(file: Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in a tensor of 8-bit floats, except NaN."""
-    found = np.unique(file.raw()).view(DTYPES[file.type]).astype(np.float32)
+    found = np.unique(tensor.raw()).view(DTYPES[tensor.type]).astype(np.float32)
     return float(np.nanmax(np.abs(found), initial=0.0))
 
 
@@ -67,16 +67,18 @@ def report_rounding(plan: WeightPlan) -> None:
     for name, storage in plan.storages.items():
         origin = plan.origins[name]
         if storage.lost and isinstance(origin, Origin):
-            losses[origin.files[0].type, described(storage.format)].append(storage.lost)
+            losses[origin.tensors[0].type, described(storage.format)].append(storage.lost)
     decoded = Counter[str]()
     for name, parameter in zip(plan.plain.names, plan.plain.parameters, strict=True):
         origin = plan.origins[name]
-        stored = origin.files[0] if isinstance(origin, Origin) else None
+        stored = origin.tensors[0] if isinstance(origin, Origin) else None
         kept = name in plan.storages or isinstance(parameter, ScaledTensor)
         if stored and stored.sources and stored.type not in DTYPES and not kept:
             decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
-    origins = [each for each in plan.origins.values() if isinstance(each, Origin)]
-    bare = {file.name: file for each in origins for file in each.files if file.type in FP8}
+    origins = [origin for origin in plan.origins.values() if isinstance(origin, Origin)]
+    bare = {
+        tensor.name: tensor for origin in origins for tensor in origin.tensors if tensor.type in FP8
+    }
     if bare:
         first = next(iter(bare.values()))
         line(
@@ -104,7 +106,7 @@ def report_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
         found: names of parameters.
     """
     if found:
-        name = next(each for each in plan.plain.names if each in found)
+        name = next(name for name in plan.plain.names if name in found)
         origin = plan.origins[name]
         what = f"{name} has numbers that are NaN or infinite"
         if isinstance(origin, Origin):

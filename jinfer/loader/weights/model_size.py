@@ -9,9 +9,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import QuantFormat, parse_format
 from jinfer.modelspec.quantization_table import QuantizationSpec, Role, default_format
 from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.quant_format import QuantFormat, parse_format
 
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel
@@ -132,10 +132,10 @@ def _source(tensors: TensorMap, name: str, shape: tuple[int, ...]) -> Hashable:
         return name
     return shape, tuple(
         (
-            *(each.names, each.groups, each.axis, each.transpose),
-            each.parts.index(name) if each.parts else None,
+            *(choice.names, choice.groups, choice.axis, choice.transpose),
+            choice.parts.index(name) if choice.parts else None,
         )
-        for each in place.candidates()
+        for choice in place.candidates()
     )
 
 

@@ -15,7 +15,6 @@ from jinfer.loader.checkpoint.orbax import OrbaxCheckpoint, restored_tensors
 from jinfer.loader.weights.storage_plan import columns_here, in_stored_types
 from jinfer.loader.weights.tensor_mapping import LoadError, Origin, Shapes
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import FORMATS
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
@@ -25,6 +24,7 @@ from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled, block_of
 from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
+from jinfer.quant_format import FORMATS
 
 # Keys of `[quantization]` that no stored number depends on.
 _FREE = ("activations", "kv_cache")
@@ -175,9 +175,9 @@ def batches(
 def _restored(
     checkpoint: OrbaxCheckpoint, batch: Mapping[str, NativeOrigin]
 ) -> dict[str, NativeOrigin]:
-    arrays = (part_names(each.first, each.stored) for each in batch.values())
+    arrays = (part_names(origin.first, origin.stored) for origin in batch.values())
     parts = restored_tensors(checkpoint, {name for own in arrays for name, _ in own})
-    return {name: replace(each, parts=parts) for name, each in batch.items()}
+    return {name: replace(origin, parts=parts) for name, origin in batch.items()}
 
 
 def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:

@@ -19,11 +19,11 @@ from jinfer.loader.weights.storage_plan import PER_PRODUCT, PER_WEIGHT, Storage,
 from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
 from jinfer.ops.cpu_library import cores
 from jinfer.quant.quantized_tensor import Activations
+from jinfer.quant_format import Kind
 
 # Numbers of calibration texts.
 TOKENS = 1 << 13  # tokens that the model reads
@@ -87,14 +87,14 @@ def _is_entangled(model: AbstractModel) -> bool:
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
     """Replace GPTQ by a search."""
     return {
-        name: replace(each, method="mse") if each.method == "gptq" else each
-        for name, each in storages.items()
+        name: replace(storage, method="mse") if storage.method == "gptq" else storage
+        for name, storage in storages.items()
     }
 
 
 def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
     """Return the parameters that GPTQ quantizes."""
-    return [name for name, each in storages.items() if each.method == "gptq"]
+    return [name for name, storage in storages.items() if storage.method == "gptq"]
 
 
 def obstacle(

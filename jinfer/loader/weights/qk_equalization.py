@@ -90,8 +90,8 @@ def equalized(
         heads = found[name]
         exponents, error = exponents_of(heads, queries, keys[name])
         beyond += [name] if error > _HELD else []
-        each = {"q": np.repeat(exponents, heads.queries // heads.keys, axis=0), "k": -exponents}
-        for letter, rows in each.items():
+        powers = {"q": np.repeat(exponents, heads.queries // heads.keys, axis=0), "k": -exponents}
+        for letter, rows in powers.items():
             weight, bias = heads.names(name, letter)
             own = rows[0] if heads.shared else rows if heads.by_head else rows.reshape(-1)
             scales |= {weight: PowerScale(own, heads.offset), bias: PowerScale(own, 0.0)}
@@ -104,7 +104,7 @@ def equalized(
             ", ".join(beyond),
         )
     return replace(
-        plan, scales={name: each for name, each in scales.items() if each.exponents.any()}
+        plan, scales={name: scale for name, scale in scales.items() if scale.exponents.any()}
     )
 
 
@@ -191,14 +191,14 @@ def _magnitudes(
     of_these = dict.fromkeys(n for n in plan.plain.names if n in owners and n in selected)
     if of_these:
         read(plan, look, of_these, progress=progress)
-    return {name: each for name, each in known.items() if name not in shared}
+    return {name: magnitudes for name, magnitudes in known.items() if name not in shared}
 
 
 def _squares(heads: Heads, parts: Sequence[Magnitude], count: int) -> np.ndarray:
     """Mean square of each channel [heads, size], alike for those that are rotated together."""
     found = np.zeros((count, heads.size))
-    for one in parts:
-        found += one.squares.reshape(-1, heads.size)
+    for part in parts:
+        found += part.squares.reshape(-1, heads.size)
     if heads.rope is not None:
         end, pairs = heads.rope.dim, heads.rope.dim // 2
         adjacent = heads.rope.pairs == "adjacent"

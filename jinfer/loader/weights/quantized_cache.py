@@ -92,7 +92,9 @@ def with_formats(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
 def _takes_long(plan: WeightPlan) -> bool:
     """Whether quantizing does, and this process reads all weights."""
     shapes = parameter_shapes(plan.plain)
-    count = sum(prod(shapes[name]) for name, each in plan.storages.items() if not each.as_in_file)
+    count = sum(
+        prod(shapes[name]) for name, storage in plan.storages.items() if not storage.as_in_file
+    )
     return count >= _LEAST_WEIGHTS and jax.process_count() == 1
 
 
@@ -151,8 +153,8 @@ def entry_key(plan: WeightPlan, version: int | str) -> str:
     spec = plan.spec
     types = [str(parameter.dtype) for parameter in plan.plain.parameters]
     formats = [
-        (name, replace(each, activations="float"), each.columns)
-        for name, each in plan.storages.items()
+        (name, replace(storage, activations="float"), storage.columns)
+        for name, storage in plan.storages.items()
     ]
     built = (sorted(spec.dims.items()), spec.shared, spec.stacks, spec.tensors)
     budget = spec.quantization.budget
@@ -178,7 +180,7 @@ def key_of(checkpoint: Checkpoint, *depends: Any) -> str:
 def _files(path: Path) -> list[Path]:
     """The files that a checkpoint may have been read from."""
     if path.is_dir():
-        return sorted(each for each in path.iterdir() if each.is_file())
+        return sorted(entry for entry in path.iterdir() if entry.is_file())
     if path.name.endswith(".index.json"):
         return _files(path.parent)
     if shard := _SHARD.fullmatch(path.name):

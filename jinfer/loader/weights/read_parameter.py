@@ -70,27 +70,31 @@ def row_slice(
         storage is not None and (storage.outliers or storage.method == "gptq")
     ):
         return None
-    sliced = tuple(file for each in origin.files if (file := _slice(each, rows)) is not None)
-    if len(sliced) < len(origin.files):
+    sliced = tuple(cut for tensor in origin.tensors if (cut := _slice(tensor, rows)) is not None)
+    if len(sliced) < len(origin.tensors):
         return None
     shape = (*whole[:-2], len(rows), whole[-1])
-    return replace(origin, files=sliced), {**shapes, origin.parameter: shape}
+    return replace(origin, tensors=sliced), {**shapes, origin.parameter: shape}
 
 
-def _slice(file: Tensor, rows: range) -> Tensor | None:
+def _slice(tensor: Tensor, rows: range) -> Tensor | None:
     """Return a tensor of some rows of a matrix."""
-    plain = file.type in DTYPES or file.type in PLAIN
-    if len(file.shape) != 2 or file.nbytes % file.shape[0] or not (plain or file.type in BLOCKS):
+    plain = tensor.type in DTYPES or tensor.type in PLAIN
+    if (
+        len(tensor.shape) != 2
+        or tensor.nbytes % tensor.shape[0]
+        or not (plain or tensor.type in BLOCKS)
+    ):
         return None
-    shape, row = (len(rows), file.shape[1]), file.nbytes // file.shape[0]
+    shape, row = (len(rows), tensor.shape[1]), tensor.nbytes // tensor.shape[0]
 
     def raw() -> np.ndarray:
-        return file.raw()[rows.start * row : rows.stop * row]
+        return tensor.raw()[rows.start * row : rows.stop * row]
 
     def read() -> np.ndarray:
-        return file.read()[rows.start : rows.stop] if plain else decode(file.type, raw(), shape)
+        return tensor.read()[rows.start : rows.stop] if plain else decode(tensor.type, raw(), shape)
 
-    return replace(file, shape=shape, nbytes=len(rows) * row, read=read, raw=raw)
+    return replace(tensor, shape=shape, nbytes=len(rows) * row, read=read, raw=raw)
 
 
 LARGE = 1 << 16  # bytes, of a parameter that is a matrix
@@ -141,7 +145,11 @@ def reported(values: Any, report: Callable[[], object] | None) -> Any:
 def read_scaled(origin: Origin, shapes: Shapes) -> ScaledTensor:
     """Read a matrix in FP8 with its scales, in NumPy arrays. Raises `CheckpointError`."""
     rows = origin.rows(shapes)
-    parts = [(file.scaled.numbers(), file.scaled.scales()) for file in origin.files if file.scaled]
+    parts = [
+        (tensor.scaled.numbers(), tensor.scaled.scales())
+        for tensor in origin.tensors
+        if tensor.scaled
+    ]
     arrays = [part if rows is None else part[..., rows, :] for pair in parts for part in pair]
     numbers, scales = arrays[::2], arrays[1::2]
     whole = (np.stack(part) if origin.stacked else part[0] for part in (numbers, scales))
@@ -238,9 +246,9 @@ _OTHER_FLOATS = (
 
 def nonfinite_tensor(origin: Origin) -> str:
     """Describe the first tensor of a parameter with numbers that are not finite."""
-    for file in origin.files:
-        if count := count_nonfinite(file.read()):
-            return f"{file.name} has {count} numbers that are NaN or infinite"
+    for tensor in origin.tensors:
+        if count := count_nonfinite(tensor.read()):
+            return f"{tensor.name} has {count} numbers that are NaN or infinite"
     return f"{origin.parameter} has numbers that are infinite in the type that it is computed in"
 
 
@@ -293,10 +301,10 @@ def quantize_in_chunks(
     result = replace(whole, activations=storage.activations)
     height = max(1, PIECE // (result.rows * result.padded_inputs)) * result.rows
     numbers = origin.rows(shapes)
-    for e, file in enumerate(origin.files):
+    for e, tensor in enumerate(origin.tensors):
         outer = (e,) if origin.stacked else ()
-        read = row_reader(file)
-        for index in np.ndindex(*file.shape[:-2]):
+        read = row_reader(tensor)
+        for index in np.ndindex(*tensor.shape[:-2]):
             matrix = result[(*outer, *index) or ...]
             for begin in range(0, matrix.outputs, height):
                 rows: Any = slice(begin, min(begin + height, matrix.outputs))

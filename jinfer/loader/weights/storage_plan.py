@@ -21,9 +21,8 @@ from jinfer.loader.weights.grouped_blocks import (
     grouped_tensor,
     kept_blocks,
 )
-from jinfer.loader.weights.tensor_mapping import Origin, Shapes
+from jinfer.loader.weights.tensor_mapping import Origin, Shapes, parameter_shapes
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, parse_format
 from jinfer.modelspec.quantization_table import (
     AUTO,
     PLAIN,
@@ -47,6 +46,7 @@ from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, co
 from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.scaled_tensor import abstract_scaled
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
+from jinfer.quant_format import F16_AS_INT, QuantFormat, parse_format
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -100,14 +100,14 @@ class Storage:
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor | ReorderedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
         rows = origin.rows(shapes)
-        if origin.files[0].codes is not None:
+        if origin.tensors[0].codes is not None:
             kept = GroupedFormat(self.format, self.lost, self.reordered)
             return self._activated(
-                grouped_tensor(origin.files, origin.stacked, kept, rows, self.columns)
+                grouped_tensor(origin.tensors, origin.stacked, kept, rows, self.columns)
             )
-        files = origin.files if origin.stacked else origin.files[0]
+        tensors = origin.tensors if origin.stacked else origin.tensors[0]
         halves = self.format == F16_AS_INT
-        tensor = repacked_tensor(files, rows, columns=self.columns, halves=halves)
+        tensor = repacked_tensor(tensors, rows, columns=self.columns, halves=halves)
         assert tensor is not None, "the file has such codes"
         return self._activated(tensor)
 
@@ -193,13 +193,17 @@ def with_fp8(
     model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
 ) -> AbstractModel:
     """The model with those matrices in FP8 that the checkpoint has so."""
-    shapes = {name: p.shape for name, p in zip(model.names, model.parameters, strict=True)}
+    shapes = parameter_shapes(model)
 
     def kept(name: str, parameter: Any, role: Role) -> Any:
         if role == "plain" or name in model.normalized or _word(spec, name, role) != AUTO:
             return parameter
         origin = origins[name]
-        blocks = {kept_blocks(file.scaled, file.shape[-1]) for file in origin.files if file.shape}
+        blocks = {
+            kept_blocks(tensor.scaled, tensor.shape[-1])
+            for tensor in origin.tensors
+            if tensor.shape
+        }
         if not origin.is_rows(shapes) or len(blocks) != 1 or (count := blocks.pop()) is None:
             return parameter
         return abstract_scaled(parameter.shape, count)
@@ -215,7 +219,7 @@ def stored_types(
     types = {}
     for name, role in zip(model.names, model.roles, strict=True):
         if name not in model.normalized and _word(spec, name, role) == AUTO:
-            first, *others = {file.type for file in origins[name].files}
+            first, *others = {tensor.type for tensor in origins[name].tensors}
             if not others:
                 types[name] = first
     return types
@@ -261,7 +265,7 @@ def choose_storages(
     """
     storages, used, open_names = {}, set[RuleSpec](), list[str]()
     method: Method = "rtn" if spec.method == "rtn" else "mse"
-    shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+    shapes = parameter_shapes(model)
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":
             continue
@@ -278,10 +282,10 @@ def choose_storages(
             origin = origins[name]
             if not origin.is_rows(shapes) or name in model.normalized:
                 continue
-            files = origin.files if origin.stacked else origin.files[0]
-            if (format := repacked_format(files, halves)) is not None:
+            tensors = origin.tensors if origin.stacked else origin.tensors[0]
+            if (format := repacked_format(tensors, halves)) is not None:
                 storages[name] = Storage(format, True, method, 0.0, activations)
-            elif (found := grouped_format(origin.files, activations == "float")) is not None:
+            elif (found := grouped_format(origin.tensors, activations == "float")) is not None:
                 kept = (found.lost, found.reordered)
                 storages[name] = Storage(found.format, True, method, 0.0, activations, *kept)
         elif word != PLAIN:
@@ -315,8 +319,8 @@ def budgeted(model: AbstractModel, spec: QuantizationSpec) -> set[str]:
     """The parameters whose formats share a number of bits."""
     if spec.budget is None:
         return set()
-    each = zip(model.names, model.roles, strict=True)
-    return {n for n, role in each if role != "plain" and _word(spec, n, role) == spec.weights}
+    pairs = zip(model.names, model.roles, strict=True)
+    return {n for n, role in pairs if role != "plain" and _word(spec, n, role) == spec.weights}
 
 
 def with_one_format(

@@ -41,14 +41,14 @@ class Origin:
 
     Attributes:
         parameter: its name.
-        files: a single tensor, or a tensor for each index of the parameter's first axis.
+        tensors: a single tensor, or a tensor for each index of the parameter's first axis.
         stacked: whether it is the latter.
         place: the part of each tensor that belongs to the parameter.
         path: the checkpoint, for errors.
     """
 
     parameter: str
-    files: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     stacked: bool
     place: TensorSource
     path: object
@@ -56,19 +56,19 @@ class Origin:
     @property
     def nbytes(self) -> int:
         """This parameter's share of what the tensors take in the file."""
-        return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
+        return sum(tensor.nbytes for tensor in self.tensors) // max(1, len(self.place.parts))
 
     def release(self) -> None:
         """Let the operating system take back the memory of the tensors' pages."""
-        for file in self.files:
-            for part in file.sources or (file,):
+        for tensor in self.tensors:
+            for part in tensor.sources or (tensor,):
                 release(part.raw())
 
     def source(self, shapes: Shapes) -> tuple[Any, ...]:
         """What `read` depends on: parameters of which this is equal have equal values."""
         parts = self.place.parts
         return (
-            tuple(file.name for file in self.files),
+            tuple(tensor.name for tensor in self.tensors),
             self.stacked,
             shapes[self.parameter],
             (self.place.groups, self.place.axis, self.place.transpose, self.place.pieces),
@@ -88,17 +88,17 @@ class Origin:
             CheckpointError: the file is broken.
         """
         if not self.stacked:
-            return self._read_file(self.files[0], shapes)
+            return self._read_tensor(self.tensors[0], shapes)
         values = np.empty(shapes[self.parameter], dtype)
-        for e, file in enumerate(self.files):
-            values[e] = self._read_file(file, shapes)
+        for e, tensor in enumerate(self.tensors):
+            values[e] = self._read_tensor(tensor, shapes)
         return values
 
     def is_rows(self, shapes: Shapes) -> bool:
         """Whether each row of the parameter is a row of the tensors, in the same order."""
-        dimensions = len(self.files[0].shape)
+        dimensions = len(self.tensors[0].shape)
         return (
-            not self._is_turned(self.files[0])
+            not self._is_turned(self.tensors[0])
             and self.place.pieces == 1
             and dimensions + self.stacked == len(shapes[self.parameter])
             and (not self.place.parts or self.place.axis == dimensions - 2)
@@ -108,33 +108,33 @@ class Origin:
         """Return the rows of each tensor that belong to the parameter, in order; None: all."""
         if not self.place.parts:
             return None
-        file = self.files[0]
-        numbers = np.arange(file.shape[-2]).reshape(*(1,) * (len(file.shape) - 2), -1, 1)
-        return self.part(file, numbers, shapes).reshape(-1)
+        tensor = self.tensors[0]
+        numbers = np.arange(tensor.shape[-2]).reshape(*(1,) * (len(tensor.shape) - 2), -1, 1)
+        return self.part(tensor, numbers, shapes).reshape(-1)
 
     def check(self, shapes: Shapes) -> None:
         """Raise `LoadError` if a tensor cannot be read, or has another shape than specified."""
-        for file in self.files:
-            if file.unreadable:
+        for tensor in self.tensors:
+            if tensor.unreadable:
                 raise LoadError(
-                    f"{self.path}: {file.name}, which {self.parameter} is to be loaded from: "
-                    f"{file.unreadable}; use weights of another type"
+                    f"{self.path}: {tensor.name}, which {self.parameter} is to be loaded from: "
+                    f"{tensor.unreadable}; use weights of another type"
                 )
-            self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
+            self._arranged(tensor, np.broadcast_to(np.int8(0), tensor.shape), shapes)
 
-    def _read_file(self, file: Tensor, shapes: Shapes) -> np.ndarray:
-        return self._arranged(file, file.read(), shapes)
+    def _read_tensor(self, tensor: Tensor, shapes: Shapes) -> np.ndarray:
+        return self._arranged(tensor, tensor.read(), shapes)
 
-    def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+    def _arranged(self, tensor: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """A tensor's values as the parameter has them."""
         pieces = self.place.pieces
         if pieces > 1 and values.ndim and values.shape[0] % pieces == 0:
             values = values.reshape(pieces, -1, *values.shape[1:])
         # An entry for a module is for its bias as well, which has no inputs to change places with.
-        if self._is_turned(file) and values.ndim > 1 and not self.parameter.endswith(".bias"):
+        if self._is_turned(tensor) and values.ndim > 1 and not self.parameter.endswith(".bias"):
             values = values.swapaxes(-1, -2)
         if self.place.parts:
-            values = self.part(file, values, shapes)
+            values = self.part(tensor, values, shapes)
         shape = shapes[self.parameter][self.stacked :]
         if self.place.sum and values.ndim > self.place.sum:
             values = values.sum(axis=self.place.sum, dtype=np.float32)
@@ -149,17 +149,17 @@ class Origin:
             values = values.reshape(shape)
         if values.shape != shape:
             raise LoadError(
-                f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
+                f"{self.path}: {tensor.name} is {list(values.shape)} for {self.parameter}, "
                 f"but the specification says {list(shape)}; "
                 f"correct [dims], or how [{self.place.table}] maps it"
             )
         return values
 
-    def _is_turned(self, file: Tensor) -> bool:
+    def _is_turned(self, tensor: Tensor) -> bool:
         """Whether a tensor has inputs first; codes of quantized checkpoints never have."""
-        return self.place.transpose and file.codes is None
+        return self.place.transpose and tensor.codes is None
 
-    def part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+    def part(self, tensor: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """The parameter's part of a fused tensor."""
         parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
         # Each layer's part is as large; the model may have fewer layers than the file.
@@ -176,7 +176,7 @@ class Origin:
         ):
             along = f" along axis {axis}" if axis else ""
             raise LoadError(
-                f"{self.path}: {file.name} is {list(values.shape)}, which does not split into "
+                f"{self.path}: {tensor.name} is {list(values.shape)}, which does not split into "
                 f"{' + '.join(map(str, sizes))} for {', '.join(parts)} in {groups} group(s){along}"
             )
         index = parts.index(self.parameter)
@@ -200,139 +200,140 @@ def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:
 
 
 def find_origins(
-    model: AbstractModel, checkpoint: Checkpoint, tensors: TensorMap
+    model: AbstractModel, checkpoint: Checkpoint, mapping: TensorMap
 ) -> dict[str, Origin]:
     """Find the tensors of each parameter of a model.
 
     Args:
-        tensors: the checkpoint's names for the parameters.
+        mapping: the checkpoint's names for the parameters.
 
     Raises:
         LoadError: a parameter without a tensor, a tensor without a parameter, or a shape or a copy
             that differs.
     """
-    files = by_name(checkpoint, tensors)
+    tensors = by_name(checkpoint, mapping)
     shapes = parameter_shapes(model)
     origins = {
-        name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
+        name: find_origin(name, shape, mapping, tensors, checkpoint)
+        for name, shape in shapes.items()
     }
     # An unused tensor is a part of the model that the specification lacks.
-    if left := unused(model.names, tensors, files, origins.values()):
+    if left := unused(model.names, mapping, tensors, origins.values()):
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
-            f"map them in [{tensors.table}], or list them under {tensors.table}.ignore"
-            f"{_by_when(tensors, left)}"
+            f"map them in [{mapping.table}], or list them under {mapping.table}.ignore"
+            f"{_by_when(mapping, left)}"
         )
     for origin in origins.values():  # before any of them is read
         origin.check(shapes)
-    for _, reason in differing_copies(tensors, files, origins.values()):
+    for _, reason in differing_copies(mapping, tensors, origins.values()):
         raise LoadError(f"{checkpoint.path}: {reason}")
     return origins
 
 
-def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
+def _by_when(mapping: TensorMap, left: Sequence[str]) -> str:
     """Name the conditions without which these tensors would be used: a clause for an error."""
-    owners = tensors.omitted_owners(left)[:3]
-    conditions = [f'{each.key} = "{each.when}"' for each in owners]
+    owners = mapping.omitted_owners(left)[:3]
+    conditions = [f'{owner.key} = "{owner.when}"' for owner in owners]
     return f"; left out by {' and '.join(conditions)}" if conditions else ""
 
 
-def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
+def by_name(checkpoint: Checkpoint, mapping: TensorMap) -> dict[str, Tensor]:
     """Return the tensors by name, also without a prefix, and with the usual suffix."""
-    files = dict(checkpoint.tensors)
-    for prefix, usual in tensors.prefixes:
-        for name, tensor in list(files.items()):  # a prefix may follow another
+    tensors = dict(checkpoint.tensors)
+    for prefix, usual in mapping.prefixes:
+        for name, tensor in list(tensors.items()):  # a prefix may follow another
             if name.startswith(prefix) and (prefix or not name.startswith(usual)):
-                files.setdefault(usual + name.removeprefix(prefix), tensor)
-    for suffix, usual in tensors.suffixes:
-        for name, tensor in list(files.items()):
+                tensors.setdefault(usual + name.removeprefix(prefix), tensor)
+    for suffix, usual in mapping.suffixes:
+        for name, tensor in list(tensors.items()):
             if name.endswith(f".{suffix}"):
-                files.setdefault(name.removesuffix(suffix) + usual, tensor)
-    return files
+                tensors.setdefault(name.removesuffix(suffix) + usual, tensor)
+    return tensors
 
 
 def unused(
     parameters: Iterable[str],
-    tensors: TensorMap,
-    files: Mapping[str, Tensor],
+    mapping: TensorMap,
+    tensors: Mapping[str, Tensor],
     origins: Iterable[Origin],
 ) -> list[str]:
     """Return the tensors without a parameter that are neither copies nor ignored."""
-    used = {file.name for origin in origins for file in origin.files}
-    copies = (name for _, names in tensors.copies for name in names)
-    used |= {files[name].name for name in copies if name in files}
-    if "logits.weight" not in parameters and (place := tensors.source_of("logits.weight")):
+    used = {tensor.name for origin in origins for tensor in origin.tensors}
+    copies = (name for _, names in mapping.copies for name in names)
+    used |= {tensors[name].name for name in copies if name in tensors}
+    if "logits.weight" not in parameters and (place := mapping.source_of("logits.weight")):
         names = (name for choice in place.candidates() for name in choice.names)
-        used |= {files[name].name for name in names if name in files}
-    return sorted({file.name for file in files.values()} - used - _ignored(tensors, files))
+        used |= {tensors[name].name for name in names if name in tensors}
+    return sorted({tensor.name for tensor in tensors.values()} - used - _ignored(mapping, tensors))
 
 
-def _ignored(tensors: TensorMap, files: Mapping[str, Tensor]) -> set[str]:
+def _ignored(mapping: TensorMap, tensors: Mapping[str, Tensor]) -> set[str]:
     return {
-        file.name
-        for name, file in files.items()  # a pattern may be written with the prefix or without
-        if any(fnmatchcase(name, pattern) for pattern in tensors.ignore)
+        tensor.name
+        for name, tensor in tensors.items()  # a pattern may be written with the prefix or without
+        if any(fnmatchcase(name, pattern) for pattern in mapping.ignore)
     }
 
 
 def find_origin(
     parameter: str,
     shape: tuple[int, ...],
-    tensors: TensorMap,
-    files: Mapping[str, Tensor],
+    mapping: TensorMap,
+    tensors: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> Origin:
     """Find the tensors of a parameter.
 
     Args:
-        tensors: the checkpoint's names for the parameters.
-        files: its tensors by these names.
+        mapping: the checkpoint's names for the parameters.
+        tensors: its tensors by these names.
 
     Raises:
         LoadError: there is no name for it, or no tensor of that name.
     """
-    place = tensors.source_of(parameter)
+    place = mapping.source_of(parameter)
     if place is None:
         raise LoadError(
-            f"{checkpoint.path}: the specification's [{tensors.table}] has no name for "
+            f"{checkpoint.path}: the specification's [{mapping.table}] has no name for "
             f"{parameter}; add one"
         )
-    found, missing = lookup_origin(parameter, shape, place, files, checkpoint)
+    found, missing = lookup_origin(parameter, shape, place, tensors, checkpoint)
     if found is None:
         raise LoadError(
             f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
-            f"loaded from; {_alike(missing[0], files.values())}map it to another in "
-            f"[{tensors.table}], or see whether a file is missing"
+            f"loaded from; {_alike(missing[0], tensors.values())}map it to another in "
+            f"[{mapping.table}], or see whether a file is missing"
         )
     return found
 
 
 def differing_copies(
-    tensors: TensorMap, files: Mapping[str, Tensor], origins: Iterable[Origin]
+    mapping: TensorMap, tensors: Mapping[str, Tensor], origins: Iterable[Origin]
 ) -> Iterator[tuple[Tensor, str]]:
     """Return the tensors that should be copies of a parameter but differ, with the reason.
 
     Raises:
         CheckpointError: the file is broken.
     """
-    copies, ignored = dict(tensors.copies), _ignored(tensors, files)
+    copies, ignored = dict(mapping.copies), _ignored(mapping, tensors)
     for origin in origins:
         for name in copies.get(origin.parameter, ()):
-            own, copy = origin.files[0], files.get(name, origin.files[0])
+            own, copy = origin.tensors[0], tensors.get(name, origin.tensors[0])
             if copy is not own and copy.name not in ignored and not same_values(own, copy):
                 yield (
                     copy,
                     f"{copy.name} differs from {own.name}, though the specification takes it "
                     f"for a copy; map it to a module of its own, or list it under "
-                    f"{tensors.table}.ignore if it is not used",
+                    f"{mapping.table}.ignore if it is not used",
                 )
 
 
-def _alike(name: str, files: Iterable[Tensor]) -> str:
+def _alike(name: str, tensors: Iterable[Tensor]) -> str:
     """Name the tensor of the same layer with the nearest name: a clause for an error."""
     numbers = re.findall(r"\d+", name)
-    same = sorted({file.name for file in files if re.findall(r"\d+", file.name) == numbers})
+    same = sorted({tensor.name for tensor in tensors if re.findall(r"\d+", tensor.name) == numbers})
     close = get_close_matches(name, same, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}? " if close else ""
 
@@ -355,7 +356,7 @@ def lookup_origin(
     parameter: str,
     shape: tuple[int, ...],
     place: TensorSource,
-    files: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> tuple[Origin | None, tuple[str, ...]]:
     """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
@@ -363,14 +364,14 @@ def lookup_origin(
     if place.value is not None:
         given = _constant(parameter, place.value)
         return Origin(parameter, (given,), False, place, checkpoint.path), ()
-    for choice, name in ((each, name) for each in place.candidates() for name in each.names):
+    for choice, name in ((c, name) for c in place.candidates() for name in c.names):
         stacked = "{e}" in name
         full = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
-        absent = [name for name in full if name not in files]
+        absent = [name for name in full if name not in tensors]
         if not absent:
-            found = tuple(files[name] for name in full)
+            found = tuple(tensors[name] for name in full)
             return Origin(parameter, found, stacked, choice, checkpoint.path), ()
-        if stacked and (whole := files.get(_mlx_stack(name))) is not None:
+        if stacked and (whole := tensors.get(_mlx_stack(name))) is not None:
             return Origin(parameter, (whole,), False, choice, checkpoint.path), ()
         missing.append(absent[0])
     return None, tuple(missing)
@@ -379,20 +380,20 @@ def lookup_origin(
 PIECE = 1 << 20  # weights
 
 
-def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
+def row_reader(tensor: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
     """A function of a matrix's index in its stack, and of rows: their values, float32.
 
     The index of a single matrix is ().
     """
-    *stack, outputs, inputs = file.shape
-    block = BLOCKS.get(file.type)
-    plain = block is None or file.type in PLAIN or file.nbytes % block.bytes
-    stored = file.read() if plain else file.raw().reshape(*stack, outputs, -1)
+    *stack, outputs, inputs = tensor.shape
+    block = BLOCKS.get(tensor.type)
+    plain = block is None or tensor.type in PLAIN or tensor.nbytes % block.bytes
+    stored = tensor.read() if plain else tensor.raw().reshape(*stack, outputs, -1)
 
     def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
         part = stored[index][rows]
         size = (len(part), inputs)
-        numbers = part.astype(np.float32) if plain else decode(file.type, part, size)
+        numbers = part.astype(np.float32) if plain else decode(tensor.type, part, size)
         release(part)
         return numbers
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from html import escape
 from typing import Any, Protocol
 
-from jinfer.html.html_table import table_html
+from jinfer.html.html_page import table_html
 from jinfer.html.svg_drawing import CHARACTER, svg
 from jinfer.modelspec import (
     attention_blocks,

@@ -7,30 +7,28 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.attention.kv_cache import AttentionMetadata, KVPool
 from jinfer.ops.attention.partial_merge import PartialAttention
-from jinfer.ops.backend import interpreted
+from jinfer.ops.backend import interpreted, selected_backend
+from jinfer.ops.disable_kernels import kernels_enabled
 from jinfer.quant.kv_vectors import QuantizedVectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from jinfer.ops.attention.mask_rules import ScoreRules
-    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
     from kernels_pallas.attention.kv_layout import PackedKV
+    from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers
 
 
-def kernel_supports(keys: KVPool, values: KVPool | None, rules: ScoreRules) -> bool:
+def kernel_supports(keys: KVPool, values: KVPool | None) -> bool:
     """Whether the kernels are enabled and support these keys and values."""
-    if not disable_kernels.kernels_enabled("attention"):
+    if not kernels_enabled("attention"):
         return False
     from kernels_pallas.attention.paged_attention import kernel_supports
 
     kept = _packed_kv(keys), None if values is None else _packed_kv(values)
-    return kernel_supports(
-        *kept, gpu_backend.selected_backend(), by_distance=rules.by_distance is not None
-    )
+    return kernel_supports(*kept, selected_backend())
 
 
 def attend_gpu(
@@ -51,7 +49,7 @@ def attend_gpu(
     from kernels_pallas.attention.paged_attention import attend
 
     operands = _kernel_operands(q, keys, values, at, last, rules)
-    return attend(*operands, backend=gpu_backend.selected_backend(), interpret=interpreted())
+    return attend(*operands, backend=selected_backend(), interpret=interpreted())
 
 
 def attend_partial_gpu(
@@ -66,9 +64,7 @@ def attend_partial_gpu(
     from kernels_pallas.attention.paged_attention import attend_partial
 
     operands = _kernel_operands(q, keys, values, at, last, rules)
-    out, highest, total = attend_partial(
-        *operands, backend=gpu_backend.selected_backend(), interpret=interpreted()
-    )
+    out, highest, total = attend_partial(*operands, interpret=interpreted())
     return PartialAttention(out, jnp.stack([highest, total], axis=-1))
 
 
@@ -81,7 +77,7 @@ def _kernel_operands(
     rules: ScoreRules,
 ) -> tuple[Array, PackedKV, PackedKV | None, QueryBatch, ScoreModifiers]:
     """The kernel's operands."""
-    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+    from kernels_pallas.attention.paged_attention import QueryBatch, ScoreModifiers
 
     low = jnp.zeros_like(at.positions)
     if rules.window is not None:

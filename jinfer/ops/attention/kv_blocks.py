@@ -106,7 +106,7 @@ def gather_rows(
             if pool.size:
                 gathered = pool.at[blocks].get(mode="clip")
                 parts.setdefault(pool.dtype.name, []).append(gathered.reshape(len(blocks), -1))
-        rows[group] = {name: jnp.concatenate(each, axis=1) for name, each in parts.items()}
+        rows[group] = {name: jnp.concatenate(arrays, axis=1) for name, arrays in parts.items()}
     return rows
 
 

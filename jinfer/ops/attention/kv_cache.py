@@ -16,10 +16,10 @@ from jax import Array, lax
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import own_isa
-from jinfer.modelspec.quant_format import Kind, QuantFormat
 from jinfer.ops.backend import backend
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
+from jinfer.quant_format import Kind, QuantFormat
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -246,8 +246,8 @@ def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: K
         count = blocks if isinstance(blocks, int) else blocks[name]
         if isinstance(shape, StateShape):
             return {
-                part: jax.ShapeDtypeStruct((count, *each), jnp.float32)
-                for part, each in shape.arrays
+                part: jax.ShapeDtypeStruct((count, *width), jnp.float32)
+                for part, width in shape.arrays
             }
         keys, values = (rows(count, shape.heads, dim) for dim in (shape.key_dim, shape.value_dim))
         int8_keys: Any = None
@@ -262,7 +262,7 @@ def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: K
 def zero_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """A cache of zeros; arguments as for `abstract_cache`."""
     whole = abstract_cache(shapes, blocks, kind)
-    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
+    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), whole)
 
 
 def uninitialized_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:

@@ -2,8 +2,7 @@
 
 `extend` writes new tokens' keys and values to the cache and lets each token attend to its
 predecessors; `attend` only reads; `attend_text` needs no cache. A custom call (CPU) or a kernel
-(GPU) computes them where available, otherwise XLA. All are tested against the definitions
-`attend_reference` and `attend_text_reference`.
+(GPU) computes them where available, otherwise XLA.
 
 With the custom call a token's result is batch-invariant: to the last bit it depends only on its
 query, its sequence's keys and values and its position, not on the batch, prompt chunking, block
@@ -22,9 +21,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.cpu import attention_call as custom
-from jinfer.modelspec.quant_format import FLOAT_DTYPES
-from jinfer.ops import gpu_backend
-from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
 from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules
@@ -33,11 +29,11 @@ from jinfer.ops.attention.xla import (
     attend_partial_xla,
     attend_text_xla,
     attend_xla,
-    dequantize_for,
     extend_xla,
 )
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, fuses_prologue
 from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.quant_format import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -49,7 +45,7 @@ WRITE_KV.multiple_results = True
 def has_write_kernel(cache: LayerCache) -> bool:
     """Whether a kernel supports this cache here."""
     plain = isinstance(cache.keys, Array) and isinstance(cache.values, Array)
-    return plain and gpu_backend.fuses_prologue()
+    return plain and fuses_prologue()
 
 
 def write_kv(
@@ -261,58 +257,6 @@ def _text_metadata(lengths: Array, tokens: int, tables: Array) -> tuple[Attentio
     return AttentionMetadata(rows.ravel(), positions.ravel(), tables), last.ravel()
 
 
-def attend_reference(
-    q: Float[Array, "tokens heads head_dim"],
-    keys: KVPool,
-    values: KVPool,
-    at: AttentionMetadata,
-    last: Int[Array, " tokens"],
-    rules: ScoreRules,
-) -> Float[Array, "tokens heads value_dim"]:
-    """`attend`, over each token's whole sequence at once."""
-
-    def whole(part: KVPool) -> Array:
-        pool = dequantize_for(part, q)
-        gathered = pool.at[at.tables[jnp.maximum(at.rows, 0)]].get(mode="clip").swapaxes(1, 2)
-        return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[4])
-
-    last = jnp.where(at.rows >= 0, last, -1)[:, None]
-    return _dense_attention(
-        q[:, None], whole(keys), whole(values), at.positions[:, None], last, rules
-    )[:, 0]
-
-
-def attend_text_reference(
-    q: Float[Array, "batch tokens heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads value_dim"],
-    lengths: Int[Array, " batch"],
-    rules: ScoreRules,
-) -> Float[Array, "batch tokens heads value_dim"]:
-    """`attend_text`, over whole texts at once."""
-    positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-    last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
-    return _dense_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, last, rules)
-
-
-def _dense_attention(
-    q: Float[Array, "batch tokens heads head_dim"],
-    k: Float[Array, "batch kv_heads keys head_dim"],
-    v: Float[Array, "batch kv_heads keys value_dim"],
-    positions: Int[Array, "batch tokens"],
-    last: Int[Array, "batch tokens"],
-    rules: ScoreRules,
-) -> Float[Array, "batch tokens heads value_dim"]:
-    """softmax(scores) @ values; key j has position j."""
-    scores = dense_scores(q, k, positions, last, rules)
-    visible = scores != -jnp.inf  # a NaN is seen
-    weights, v = dense_pattern(scores, rules), jnp.repeat(v, q.shape[2] // k.shape[1], axis=1)
-    # A masked value may be NaN.
-    terms = weights[..., None] * v[:, :, None].astype(jnp.float32)
-    out = jnp.sum(jnp.where(visible[..., None], terms, 0.0), axis=3)
-    return out.swapaxes(1, 2).astype(q.dtype)
-
-
 def _route(
     q: Array, keys: KVPool, values: KVPool | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
@@ -325,7 +269,7 @@ def _route(
     if rules.bias is not None:
         return "xla"
     if here == "gpu":
-        return "gpu" if kernel_supports(keys, values, rules) else "xla"
+        return "gpu" if kernel_supports(keys, values) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
     known = all(any(part.dtype == kind for kind in FLOAT_DTYPES.values()) for part in plain)

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.cpu import fused_layers as cpu
-from jinfer.ops import gpu_backend
 from jinfer.ops.activation import activate
-from jinfer.ops.backend import has_cpu_calls
+from jinfer.ops.backend import fuses_prologue, has_cpu_calls
 from jinfer.ops.fusion.fuse_cpu_rules import MOVES, FusibleOperation, fusible_operation, producer_of
 from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
 from jinfer.ops.fusion.jaxpr_walk import (
@@ -61,7 +60,7 @@ def fuse_operations[**P, R](
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _stays_unfused(args, kwargs) and gpu_backend.fuses_prologue():
+        if not _stays_unfused(args, kwargs) and fuses_prologue():
             return fuse_for_gpu(function)(*args, **kwargs)
         if not fuses_for_cpu(args, kwargs):
             return function(*args, **kwargs)

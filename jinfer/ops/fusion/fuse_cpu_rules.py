@@ -150,13 +150,13 @@ def _norm(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusib
         return None  # a different weight vector for each head
     vectors = [_as_stored(vector, makers, found) for vector in vectors]
     kind = {name: attributes[name] for name in ("centered", "eps", "offset")}
-    rows, each = x.aval.shape
+    rows, columns = x.aval.shape
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         left = iter(vectors)
         weight = known[next(left)] if attributes["weighted"] else None
         bias = known[next(left)] if attributes["biased"] else None
-        return [program.norm(values[0], weight, bias, **kind, each=each)]
+        return [program.norm(values[0], weight, bias, **kind, width=columns)]
 
     return FusibleOperation(_rows(rows, (x,), makers, found), (x,), add)
 
@@ -196,7 +196,7 @@ def _attention(operation: JaxprOperation) -> FusibleOperation | None:
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         where, own, read = (
-            [known[operand] for operand in each] for each in (ranges, numbers, pools)
+            [known[operand] for operand in operands] for operands in (ranges, numbers, pools)
         )
         return program.attention(values[0], values[1:], where, own, read, kind)
 
@@ -210,7 +210,9 @@ def _lora(operation: JaxprOperation) -> FusibleOperation:
     adapters, a, b = others[:3], others[3 : 3 + count], others[3 + count :]
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
-        rows, first, second = ([known[operand] for operand in each] for each in (adapters, a, b))
+        rows, first, second = (
+            [known[operand] for operand in operands] for operands in (adapters, a, b)
+        )
         return program.lora(values[0], values[1:], rows, first, second)
 
     return FusibleOperation(x.aval.shape[0], (x, *ys), add, product=True)

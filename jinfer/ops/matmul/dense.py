@@ -14,8 +14,7 @@ from jax import Array, lax
 from jinfer.cpu import build_library
 from jinfer.cpu import matmul_call as cpu
 from jinfer.matmul_precision import matmul_precision
-from jinfer.ops import gpu_backend
-from jinfer.ops.backend import backend, has_cpu_calls, interpreted
+from jinfer.ops.backend import backend, has_cpu_calls, has_triton_kernels, interpreted
 from jinfer.ops.matmul.quantized import apply_activation, index_stack
 from jinfer.quant.scaled_tensor import ScaledTensor
 
@@ -68,7 +67,7 @@ def supports_grouped_dense(
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
         return reads_16_bit_weights()
-    if isinstance(weight, ScaledTensor) or not gpu_backend.has_triton_kernels("experts"):
+    if isinstance(weight, ScaledTensor) or not has_triton_kernels("experts"):
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped import takes
@@ -120,14 +119,14 @@ def dense_matmul(
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    each = []
+    products = []
     for weight in weights:
         weight = weight.dequantize() if isinstance(weight, ScaledTensor) else weight
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         operands = x.astype(wide), weight.astype(wide)
         product = partial(lax.dot_general, precision=matmul_precision(operands[0]))
-        each.append(product(*operands, contracted, preferred_element_type=jnp.float32))
-    return apply_activation(tuple(each), activation)
+        products.append(product(*operands, contracted, preferred_element_type=jnp.float32))
+    return apply_activation(tuple(products), activation)
 
 
 def matmul_per_head(

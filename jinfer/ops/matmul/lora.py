@@ -39,7 +39,7 @@ class Stacks(NamedTuple):
         """Converts int8 stacks to another type; others are unchanged."""
         if self.factors is None:
             return self
-        a, b = (each.astype(jnp.float32) for each in (self.a, self.b))
+        a, b = (factor.astype(jnp.float32) for factor in (self.a, self.b))
         by = self.factors[..., None]
         return Stacks((a * by[:, 0]).astype(dtype), (b * by[:, 1]).astype(dtype))
 
@@ -112,12 +112,12 @@ def add_lora(
         wide = flat.astype(jnp.float32)
         sums = cpu.add_lora(wide, rows, at.slots, at.scales, at.order, *parts)
         return tuple(total.reshape(y.shape) for total, y in zip(sums, ys, strict=True))
-    stacks = [each.dequantized(x.dtype) for each in stacks]
+    stacks = [stack.dequantized(x.dtype) for stack in stacks]
     terms = (_grouped if all(map(_is_grouped, stacks)) else _masked)(flat, stacks, at)
     # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.
     own = (at.slots > 0).reshape(*x.shape[:-1], 1)
-    each = zip(ys, terms, strict=True)
-    return tuple(jnp.where(own, y + term.reshape(y.shape), y) for y, term in each)
+    pairs = zip(ys, terms, strict=True)
+    return tuple(jnp.where(own, y + term.reshape(y.shape), y) for y, term in pairs)
 
 
 def _is_grouped(stacks: Stacks) -> bool:
@@ -127,7 +127,7 @@ def _is_grouped(stacks: Stacks) -> bool:
 def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
     offsets = at.offsets(stacks[0][0].shape[0])
     scales = at.scales[at.order][:, None]
-    inner = dense_matmul(x[at.order], [each.a for each in stacks], offsets=offsets)
+    inner = dense_matmul(x[at.order], [stack.a for stack in stacks], offsets=offsets)
     terms = list[Array]()
     for part, (_, b, _) in zip(inner, stacks, strict=True):
         scaled = (part * scales).astype(x.dtype)

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import matmul_call as cpu
-from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
-from jinfer.ops.backend import DIFFERENTIABLE, backend, has_cpu_calls, interpreted
+from jinfer.ops.backend import (
+    DIFFERENTIABLE,
+    backend,
+    has_cpu_calls,
+    interpreted,
+    selected_backend,
+)
+from jinfer.ops.disable_kernels import KernelKind, kernels_enabled
 from jinfer.ops.matmul.quantized_xla import (
     dequantized_matmul,
     differentiable_matmul,
@@ -50,11 +56,11 @@ def quantized_matmul(
     x = x.astype(jnp.float32)
     if has_cpu_calls():
         coded = [_cpu_operand(weight) for weight in weights]
-        books = {each.codebook for each in coded if each.codebook is not None}
+        books = {weight.codebook for weight in coded if weight.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
             which: dict[str, Any] = {"index": index, "offsets": offsets}
             return tuple(quantized_matmul(x, [weight], **which)[0] for weight in weights)
-        if all(cpu.supports(each) for each in coded):
+        if all(cpu.supports(weight) for weight in coded):
             return cpu.quantized_linear(
                 x,
                 coded,
@@ -64,15 +70,9 @@ def quantized_matmul(
                 offsets=offsets,
             )
     # Only mixtures of experts have stacks.
-    kind: disable_kernels.KernelKind = (
-        "products" if index is None and offsets is None else "experts"
-    )
+    kind: KernelKind = "products" if index is None and offsets is None else "experts"
     on_gpu = backend() == "gpu"
-    if (
-        on_gpu
-        and disable_kernels.kernels_enabled(kind)
-        and all(_gpu_kernels_support(weight) for weight in weights)
-    ):
+    if on_gpu and kernels_enabled(kind) and all(_gpu_kernels_support(weight) for weight in weights):
         return _gpu_matmul(x, weights, index, offsets, activation)
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
@@ -91,7 +91,7 @@ def apply_activation(results: tuple[Array, ...], activation: str) -> tuple[Array
 def supports_grouped_quantized(weight: QuantizedTensor) -> bool:
     """Whether `quantized_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() == "gpu":
-        return disable_kernels.kernels_enabled("experts") and _gpu_kernels_support(weight)
+        return kernels_enabled("experts") and _gpu_kernels_support(weight)
     return has_cpu_calls() and cpu.supports(_cpu_operand(weight))
 
 
@@ -132,7 +132,7 @@ def _gpu_matmul(
         for weight in weights
     ]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
-    gated, kind = activation == "silu", gpu_backend.selected_backend()
+    gated, kind = activation == "silu", selected_backend()
     if offsets is not None:
         own: dict[str, Any] = {"backend": kind, "interpret": interpreted()}
         results = grouped_quantized_matmul(x, offsets, packed, index=which, gated=gated, **own)

@@ -98,8 +98,10 @@ def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array
     sums = lax.optimization_barrier(sums)
     scale, base = _block_numbers(weight)
     y = jnp.zeros((), jnp.float32)
-    for part, each in enumerate(sums):
-        strips = (each[..., 0, :] + each[..., 1, :]) + (each[..., 2, :] + each[..., 3, :])
+    for part, lanes_of in enumerate(sums):
+        strips = (lanes_of[..., 0, :] + lanes_of[..., 1, :]) + (
+            lanes_of[..., 2, :] + lanes_of[..., 3, :]
+        )
         y = y + scale[part] * strips
         if base is not None:
             y = y + base[part] * total[part]
@@ -115,12 +117,12 @@ def _many_rows(
     tiles, superblocks, _, rows, columns = weight.words.shape
     shape = (x.shape[0], superblocks, weight.format.per_code, columns, 8, 4)
     x = jnp.transpose(x.reshape(shape), (0, 4, 1, 2, 5, 3)).reshape(x.shape)
-    each = min(tiles, max(1, _DECODED_BYTES // (4 * rows * weight.padded_inputs)))
+    count = min(tiles, max(1, _DECODED_BYTES // (4 * rows * weight.padded_inputs)))
 
     def part(number: Array, y: Array) -> Array:
         # The last part begins earlier, so that all have the same size.
-        begin = jnp.minimum(number * jnp.int32(each), jnp.int32(tiles - each))
-        cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, each, 0), weight)
+        begin = jnp.minimum(number * jnp.int32(count), jnp.int32(tiles - count))
+        cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, count, 0), weight)
         decoded = _dequantized(lax.optimization_barrier(cut))
         product = lax.dot_general(
             x, decoded, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
@@ -128,7 +130,7 @@ def _many_rows(
         return lax.dynamic_update_slice_in_dim(y, product, begin * jnp.int32(rows), 1)
 
     y = jnp.zeros((x.shape[0], tiles * rows), jnp.float32)
-    return lax.fori_loop(0, -(-tiles // each), part, y)[:, : weight.outputs]
+    return lax.fori_loop(0, -(-tiles // count), part, y)[:, : weight.outputs]
 
 
 def _dequantized(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
@@ -203,24 +205,24 @@ def _block_numbers(
 
     def per_lane(numbers: Array, block: int, which: int) -> Array:
         tiles, superblocks, _, rows, _ = weight.words.shape
-        each = numbers[..., which].astype(jnp.float32)
-        if (share := superblocks // each.shape[1]) > 1:  # superblocks of a block
-            each, block = jnp.repeat(each, share, axis=1), block // share
-        each = each[..., None]
+        result = numbers[..., which].astype(jnp.float32)
+        if (share := superblocks // result.shape[1]) > 1:  # superblocks of a block
+            result, block = jnp.repeat(result, share, axis=1), block // share
+        result = result[..., None]
         if block > 32:
-            each = jnp.broadcast_to(each, (*each.shape[:-1], block // 32))
+            result = jnp.broadcast_to(result, (*result.shape[:-1], block // 32))
         inner = 2 if block == 16 else 1
-        each = each.reshape(tiles, superblocks, rows, p, weight.columns, inner)
-        each = jnp.transpose(each, (5, 0, 1, 3, 2, 4))
-        each = each.reshape(inner, tiles, superblocks, p, rows * weight.columns)
-        return jnp.broadcast_to(each, (parts, *each.shape[1:]))
+        result = result.reshape(tiles, superblocks, rows, p, weight.columns, inner)
+        result = jnp.transpose(result, (5, 0, 1, 3, 2, 4))
+        result = result.reshape(inner, tiles, superblocks, p, rows * weight.columns)
+        return jnp.broadcast_to(result, (parts, *result.shape[1:]))
 
     numbers = []
     for which in range(format.numbers):
-        each = per_lane(weight.scales, format.block, which)
+        result = per_lane(weight.scales, format.block, which)
         if weight.steps is not None:
-            each = each * per_lane(weight.steps, SUPER, which)
-        numbers.append(each)
+            result = result * per_lane(weight.steps, SUPER, which)
+        numbers.append(result)
     if format.codebook is not None and format.symmetric:
         return numbers[0], None
     return numbers[0], numbers[0] * -format.zero if format.symmetric else numbers[1]

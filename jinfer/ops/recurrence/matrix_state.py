@@ -102,7 +102,7 @@ def chunk_step(
     """Advances one sequence by a chunk; tokens that are not real have zeros for inputs."""
     size, heads = x.v.shape[:2]
     # All below is [heads, size, ...].
-    q, k = (_per_head(each, heads, 1).swapaxes(0, 1) for each in (x.q, x.k))
+    q, k = (_per_head(vectors, heads, 1).swapaxes(0, 1) for vectors in (x.q, x.k))
     v, decay = x.v.swapaxes(0, 1), x.log_decay.swapaxes(0, 1)
     decay = decay if decay.ndim == 3 else decay[..., None]
     total = jnp.cumsum(decay, axis=1)  # from the chunk's start, the token's own included
@@ -190,19 +190,11 @@ def linear_attention(
     """Linear attention: S = exp(-slope) S + k v; the output is q S. All float32.
 
     Args:
-        slopes: at least 0; see `lightning_slopes`.
+        slopes: at least 0, one for each head.
         table: may be donated.
     """
     log_decay = jnp.broadcast_to(-slopes[None], v.shape[:2])
     return matrix_scan(MatrixInputs(q, k, v, log_decay), table, runs)
-
-
-def lightning_slopes(heads: int, layer: int, layers: int) -> list[float]:
-    """Returns each head's slope in a layer (MiniMax-Text-01); later layers decay more slowly."""
-    return [
-        2.0 ** (-8.0 * (head + 1) / heads) * (1.0 - layer / (layers - 1 + 1e-5) + 1e-5)
-        for head in range(heads)
-    ]
 
 
 def ssd(

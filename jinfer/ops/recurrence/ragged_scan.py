@@ -95,8 +95,8 @@ def scan_chunks(
     long = (runs.rows >= 0) & (runs.lengths[jnp.maximum(runs.rows, 0)] > 1)
     # From each index on: the first token of a long run, and the first token whose state is copied.
     begin, copied = (
-        lax.cummin(jnp.where(each, indices, tokens), reverse=True)
-        for each in (long, runs.copies >= 0)
+        lax.cummin(jnp.where(mask, indices, tokens), reverse=True)
+        for mask in (long, runs.copies >= 0)
     )
 
     def advance_chunk(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -157,8 +157,8 @@ def _single_tokens(
     tokens = runs.rows.shape[0]
     out = jnp.zeros((tokens, *values.shape[1:]), values.dtype)
     out = out.at[jnp.where(single, runs.starts, tokens)].set(values, mode="drop")
-    for each in (runs.slots, _or_none(runs.copies[runs.starts], table)):
-        table = table.at[jnp.where(single, each, table.shape[0])].set(after, mode="drop")
+    for slots in (runs.slots, _or_none(runs.copies[runs.starts], table)):
+        table = table.at[jnp.where(single, slots, table.shape[0])].set(after, mode="drop")
     return out, table
 
 

@@ -45,7 +45,7 @@ _MEANINGS = (
     (r"unknown field `(.*?)`", r"x-guidance has no option \1"),
     (
         rf"{_FORCED}: (\d+)",
-        r"more than \1 bytes have to come that nobody chooses, which is too much at once; use"
+        r"more than \1 bytes without a choice are forced, which is too much at once; use"
         " shorter texts and smaller counts",
     ),
     (r"too big|too many|too complex|fuel|Too Complex", "it is too complex"),

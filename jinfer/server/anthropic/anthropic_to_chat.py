@@ -22,8 +22,7 @@ from jinfer.server.anthropic.anthropic_schemas import (
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.ignored_fields import Ignore
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.request_body import Ignore, validated
 
 type Content = str | dict[str, Any]  # a text, or an image as a part of a chat message
 

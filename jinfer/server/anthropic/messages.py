@@ -24,7 +24,7 @@ from jinfer.server.anthropic.anthropic_schemas import (
 )
 from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
 from jinfer.server.core.chat_schemas import ChatRequest, TokenCount
-from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prepare_chat import field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
@@ -38,7 +38,7 @@ from jinfer.server.http.http_responses import (
     StreamedResponse,
     sse_event,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta, WholeCallsParser
 
@@ -76,6 +76,7 @@ ANTHROPIC_ERRORS = ErrorFormat(
     _status,
     (("504", "the time limit was exceeded"), ("529", "the server is starting or shutting down")),
 )
+routes = Routes(tag="Anthropic", errors=ANTHROPIC_ERRORS)
 
 
 Kind = Literal["text", "thinking", "tool_use"]
@@ -204,10 +205,11 @@ _ELSEWHERE = {
 }
 
 
+@routes.add("POST /v1/messages", MessageObject, stream=SSE_MEDIA_TYPE)
 async def create_message(
     request: RequestContext[MessagesRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a message request."""
+    """Answer a conversation."""
     body = request.body
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
@@ -216,10 +218,7 @@ async def create_message(
     request.note(user=body.metadata and body.metadata.user_id)
     if body.stream:
         return StreamedResponse(_stream_events(request), failed=_failed)
-    async with (
-        request.running(_prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(_prepare) as (model, run, pieces):
         answer = _MessageFormatter(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -228,6 +227,7 @@ async def create_message(
         return HttpResponse(answer.message())
 
 
+@routes.add("POST /v1/messages/count_tokens", TokenCount)
 async def count_tokens(request: RequestContext[CountTokensRequest]) -> HttpResponse:
     """Count the tokens of a conversation."""
     async with request.service.models.use(request.body.model) as model:
@@ -345,10 +345,7 @@ async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGener
     def named(event: dict[str, Any]) -> bytes:
         return sse_event(event, event["type"])
 
-    async with (
-        request.running(_prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(_prepare) as (model, run, pieces):
         answer = _MessageFormatter(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:
@@ -367,22 +364,3 @@ async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGener
         events = list(map(named, answer.finish()))
         end = {"type": "message_delta", "delta": answer.stop(), "usage": token_usage(run.usages[0])}
         yield b"".join([*events, named(end), named({"type": "message_stop"})])
-
-
-_anthropic = partial(Endpoint, tag="Anthropic", errors=ANTHROPIC_ERRORS)
-
-ANTHROPIC_ENDPOINTS: tuple[Endpoint, ...] = (
-    _anthropic(
-        "POST /v1/messages",
-        create_message,
-        "Answer a conversation",
-        MessageObject,
-        SSE_MEDIA_TYPE,
-    ),
-    _anthropic(
-        "POST /v1/messages/count_tokens",
-        count_tokens,
-        "Count the tokens of a conversation",
-        TokenCount,
-    ),
-)

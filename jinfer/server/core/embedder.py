@@ -6,7 +6,7 @@ import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -32,6 +32,21 @@ class EmbeddingUsage(ResponseModel):
 
     prompt_tokens: int
     total_tokens: int
+
+
+class ListResponse(ResponseModel):
+    """Results of texts, in their order."""
+
+    object: Literal["list"]
+    model: str
+    usage: EmbeddingUsage
+
+
+class TaskResponse(ListResponse):
+    """As vLLM has them."""
+
+    id: str
+    created: int
 
 
 def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:

@@ -29,8 +29,8 @@ from jinfer.server.http.http_responses import (
     StreamedResponse,
     error_response,
 )
-from jinfer.server.http.ignored_fields import ignored_fields
-from jinfer.server.models.forwarding import forward
+from jinfer.server.http.request_body import ignored_fields
+from jinfer.server.models.model_worker import forward
 from jinfer.server.stores import resumable_streams
 
 _log = logging.getLogger("jinfer.server")
@@ -51,7 +51,7 @@ class Endpoint:
             annotation, such as `RequestContext[ChatRequest]`, has the schema of the request body.
         summary: one line for OpenAPI.
         response_model: schema of a whole response; None: not JSON.
-        stream_media_type: media type of a streamed response; "": it cannot stream.
+        stream: media type of a streamed response; "": it cannot stream.
         tag: OpenAPI tag.
         public: whether the route is open without an API key.
         media_type: media type of a whole response.
@@ -66,7 +66,7 @@ class Endpoint:
     handler: Handler
     summary: str
     response_model: type[BaseModel] | None = None
-    stream_media_type: str = ""
+    stream: str = ""
     tag: str = "jinfer"
     public: bool = False
     media_type: str = JSON_MEDIA_TYPE
@@ -91,6 +91,35 @@ class Endpoint:
         """Schema of the request body."""
         (body,) = get_args(get_type_hints(self.handler)["request"])
         return EmptyBody if body is Any else body
+
+
+class Routes:
+    """The endpoints of a module, which `add` collects in order.
+
+    Args:
+        **shared: fields of all its endpoints.
+    """
+
+    def __init__(self, **shared: Any) -> None:
+        self.endpoints: list[Endpoint] = []
+        self._shared = shared
+
+    def add[H: Handler](
+        self, route: str, response_model: type[BaseModel] | None = None, **fields: Any
+    ) -> Callable[[H], H]:
+        """Decorate the handler of a route; the first line of its docstring is the summary.
+
+        Args:
+            **fields: other fields of `Endpoint`.
+        """
+
+        def decorated(handler: H) -> H:
+            summary = (handler.__doc__ or "").split("\n", 1)[0].removesuffix(".")
+            known = {"response_model": response_model, **self._shared, **fields}
+            self.endpoints.append(Endpoint(route, handler, summary, **known))
+            return handler
+
+        return decorated
 
 
 class EndpointApp:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any, Literal
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.metrics import CONTENT_TYPE
@@ -12,6 +13,8 @@ from jinfer.server.http.query_params import query_value
 from jinfer.server.http.schema_base import ResponseModel
 from jinfer.server.models.served_model import ServedModel
 from jinfer.version import __version__
+
+routes = Routes(tag="about")
 
 
 class Health(ResponseModel):
@@ -64,8 +67,9 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
+@routes.add("GET /health /v1/health /ping", Health, public=True)
 async def health(request: RequestContext[Any]) -> HttpResponse:
-    """Check that the models are loaded and all processes of a job respond."""
+    """Whether the server answers requests."""
     message = (
         request.service.models.unavailable_reason()
         if request.service.models.ready
@@ -77,25 +81,29 @@ async def health(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"error": error}, 503)
 
 
+@routes.add("GET /version", Version)
 async def show_version(request: RequestContext[Any]) -> HttpResponse:
-    """Versions of jinfer and JAX."""
+    """The versions of jinfer and JAX."""
     return HttpResponse({"version": __version__, "jax": version("jax")})
 
 
+@routes.add("GET /load", Load, tag="vLLM")
 async def load(request: RequestContext[Any]) -> HttpResponse:
-    """Count the requests in progress, as vLLM does."""
+    """Count the requests in progress."""
     # The count includes this request, unless its answer began first.
     return HttpResponse({"server_load": max(0, len(request.service.answers) - 1)})
 
 
+@routes.add("GET /metrics", media_type="text/plain")
 async def metrics(request: RequestContext[Any]) -> HttpResponse:
-    """Return the metrics in Prometheus's text format."""
+    """Metrics for Prometheus."""
     await request.service.models.refresh()
     return HttpResponse(request.service.metrics.text(), media_type=CONTENT_TYPE)
 
 
+@routes.add("GET /v1/models /models", ModelList, tag="OpenAI", query=("reload",))
 async def models(request: RequestContext[Any]) -> HttpResponse:
-    """List the served models."""
+    """List the models."""
     if query_value(request.http, "reload") in ("1", "true"):  # as llama.cpp's router
         await request.service.models.reload()
     listed = []
@@ -105,8 +113,9 @@ async def models(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"object": "list", "data": listed})
 
 
+@routes.add("GET /v1/models/{model:path} /models/{model:path}", ModelCard, tag="OpenAI")
 async def model(request: RequestContext[Any]) -> HttpResponse:
-    """Describe one model."""
+    """Describe a model."""
     name = request.http.path_params["model"]
     model = request.service.models.by_name(name)
     return HttpResponse(adapter_card(model, name) if name in model.adapters else model_card(model))

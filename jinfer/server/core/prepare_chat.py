@@ -25,7 +25,7 @@ from jinfer.server.http.http_errors import (
     invalid_request,
     unsupported_field,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputParsing

@@ -31,7 +31,7 @@ from jinfer.server.http.http_errors import (
     invalid_request,
     unsupported_field,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.schema_base import MAX_ITEMS
 from jinfer.server.http.server_settings import RESERVED_VARIABLES, ServerSettings
 from jinfer.server.tool_parsers.parser_registry import tool_call_format
@@ -117,7 +117,7 @@ def build_chat_prompt(
     variables |= _answer_start(chat, template)
     images = ImageParts(settings, template.image is not None)
     messages = template_messages(chat.messages, template, images)
-    if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
+    if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
         messages = _with_calls(template, messages, tools)
     if not template.has_template:
         raise invalid_request(

@@ -25,6 +25,8 @@ from jinfer.server.http.metrics import RequestTimer
 _GRACE = 1.0
 _PROGRESS_SECONDS = 0.25  # between two prefill progress events
 
+type ChunkBatch = list[tuple[int, Chunk]] | None  # with the indices of answers; see `chunks`
+
 
 @dataclass
 class RequestRunner:
@@ -51,7 +53,7 @@ class RequestRunner:
     def __post_init__(self) -> None:
         self.prepared = [prepared for job in self.jobs for prepared in job.engine_requests]
         self.owners = [number for number, job in enumerate(self.jobs) for _ in job.engine_requests]
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         self._shown: Counter[int] = Counter()
         self._cached: dict[int, int] = {}
         if any(job.options.progress for job in self.jobs):
@@ -61,7 +63,7 @@ class RequestRunner:
         """Return the prompt of an answer."""
         return self.jobs[self.owners[index]]
 
-    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
+    async def chunks(self) -> AsyncGenerator[ChunkBatch]:
         """Yield lists of (answer index, chunk); `usages` is complete at the end.
 
         None is yielded once, when the engine has accepted the requests: from then on an answer is
@@ -192,13 +194,13 @@ class RequestRunner:
         """
         result = []
         for index, prepared in enumerate(self.prepared):
-            new = index not in self._told
+            new = index not in self._announced
             if not new and (first or self.timer.counts.get(index)):
                 continue
             known = self._progress(index)
             if known is None:
                 continue
-            self._told.add(index)
+            self._announced.add(index)
             cached, done = known
             total = len(prepared.request.prompt)
             figures = {

@@ -16,11 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from jinfer.modelspec.bounded_types import documentation, union
 from jinfer.modelspec.foreign_names import ForeignField, foreign_fields
 from jinfer.sampling.param_field import ALIASES, Group, Parameter
-from jinfer.sampling.samplers import SELECTABLE
+from jinfer.sampling.samplers import SELECTABLE, Strategy
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
-from jinfer.sampling.strategies import Strategy
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.http.schema_base import (
     Ignored,
     RequestModel,

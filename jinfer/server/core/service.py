@@ -17,8 +17,8 @@ from starlette.requests import Request
 from jinfer.engine.requests import DeadlineError
 from jinfer.server.core.prompt_requests import PromptRequests, check_captured_bytes
 from jinfer.server.core.request_activations import check_inspection
-from jinfer.server.core.request_runner import RequestRunner
-from jinfer.server.http import ignored_fields
+from jinfer.server.core.request_runner import ChunkBatch, RequestRunner
+from jinfer.server.http import request_body
 from jinfer.server.http.client_shares import Shares
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -33,8 +33,7 @@ from jinfer.server.models.model_manager import ModelManager
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.stores.batch_store import BatchStore
 from jinfer.server.stores.file_store import FileStore
-from jinfer.server.stores.response_jobs import ResponseJobs
-from jinfer.server.stores.response_store import ResponseStore
+from jinfer.server.stores.response_store import ResponseJobs, ResponseStore
 from jinfer.server.stores.resumable_streams import ResumableStreams
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -167,7 +166,7 @@ class RequestContext[B: BaseModel]:
         """
         if self.service.settings.strict:
             raise unsupported_field(why, field)
-        ignored_fields.note_ignored(self.notes, field)
+        request_body.note_ignored(self.notes, field)
 
     def keep_alive(self) -> float | None:
         """Return the seconds that the model stays in memory after this request; None: not set.
@@ -210,6 +209,17 @@ class RequestContext[B: BaseModel]:
                 yield model, run
             finally:
                 self.note(**run.summary())
+
+    @contextlib.asynccontextmanager
+    async def streaming(
+        self, prepare: Prepare
+    ) -> AsyncIterator[tuple[ServedModel, RequestRunner, AsyncIterator[ChunkBatch]]]:
+        """As `running`, with the batches of chunks as they come."""
+        async with (
+            self.running(prepare) as (model, run),
+            contextlib.aclosing(run.chunks()) as batches,
+        ):
+            yield model, run, batches
 
 
 type Prepare = Callable[[RequestContext[Any], ServedModel], Sequence[PromptRequests]]

@@ -12,7 +12,7 @@ from jinfer.sampling.structured import compile_constraint, relaxed, supported
 from jinfer.sampling.structured.schema_relaxation import Relaxed
 from jinfer.server.core.chat_schemas import ChatRequest, ChatTemplateFields, NamedTool, Tool
 from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat, strict_parameters
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools

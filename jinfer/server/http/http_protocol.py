@@ -55,7 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
     flush_seconds = FLUSH_SECONDS
     max_waiting = MAX_WAITING
     address = ""
-    _said_full = -1.0  # time of the last log line about full connections, in event loop seconds
+    _logged_full = -1.0  # time of the last log line about full connections, in event loop seconds
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -200,8 +200,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _say_full(self) -> None:
         """Log that connections are full, at most once a second."""
-        if (now := self.loop.time()) - BoundedProtocol._said_full >= 1:
-            BoundedProtocol._said_full = now
+        if (now := self.loop.time()) - BoundedProtocol._logged_full >= 1:
+            BoundedProtocol._logged_full = now
             _log.warning(
                 "too many connections wait; closing the oldest of the busiest clients",
                 extra={"connections": len(self.connections), "address": self.address},

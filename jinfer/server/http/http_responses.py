@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,7 @@ from jinfer.server.http.http_errors import (
     RunsElsewhereError,
     as_api_error,
     cancel_reason,
+    invalid_request,
 )
 
 JSON_MEDIA_TYPE = "application/json"
@@ -183,25 +186,88 @@ def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 @dataclass
-class StreamReaders:
-    """Readers that wait for more of a stream."""
+class EventLog:
+    """Numbered events of an answer, which any number of readers follow.
 
+    Attributes:
+        max_bytes: size beyond which the oldest events are dropped; None: unlimited.
+        completed: time of the end, in seconds since 1970.
+        total, dropped: bytes so far, and of dropped events.
+    """
+
+    max_bytes: int | None = None
+    completed: float | None = None
+    total: int = 0
+    dropped: int = 0
+    _events: deque[bytes] = field(default_factory=deque)
+    _first: int = 0  # number of the first kept event
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def count(self) -> int:
+        """Number of events so far."""
+        return self._first + len(self._events)
+
+    def add(self, event: bytes) -> None:
+        """Record an event, with its number."""
+        known = b"id: %d\n" % self.count + event
+        self._events.append(known)
+        self.total += len(known)
+        while self.max_bytes is not None and self.total - self.dropped > self.max_bytes:
+            self.dropped += len(self._events.popleft())
+            self._first += 1
+        self.wake()
+
+    def end(self) -> None:
+        """End the log."""
+        self.completed = time.time()
+        self.wake()
+
     def wake(self) -> None:
-        """Wake the readers, for more data or the end."""
+        """Wake the readers."""
         self._more.set()
         self._more = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return at the next `wake`."""
+        """Return at the next event, or at the end."""
         await self._more.wait()
 
-    async def wait_or_ping(self, ping: float) -> bytes:
-        """Wait for the next `wake`; return a comment after `ping` seconds of silence."""
-        try:
-            async with asyncio.timeout(ping):
-                await self.wait()
-        except TimeoutError:
-            return SSE_PING
-        return b""
+    def place_of(self, offset: int) -> tuple[int, int]:
+        """Return the number of the event that contains a byte, and the byte's offset in it.
+
+        Raises:
+            ApiError: the byte was dropped, or is beyond the end.
+        """
+        if not self.dropped <= offset <= self.total:
+            raise invalid_request(
+                f"bytes {self.dropped} to {self.total} are available; start there", "from"
+            )
+        at = self.dropped
+        for number, event in enumerate(self._events, self._first):
+            if offset < at + len(event):
+                return number, offset - at
+            at += len(event)
+        return self.count, 0
+
+    async def read(self, place: int, skip: int, ping: float) -> AsyncGenerator[bytes]:
+        """Yield the events from a number on, with comments after `ping` seconds of silence.
+
+        Args:
+            place: number of the first event.
+            skip: bytes of the first event to skip.
+        """
+        yield b""
+        while True:
+            place = max(place, self._first)
+            if known := list(self._events)[place - self._first :]:
+                place += len(known)
+                yield b"".join(known)[skip:]
+                skip = 0
+            elif self.completed is not None:
+                return
+            else:
+                try:
+                    async with asyncio.timeout(ping):
+                        await self.wait()
+                except TimeoutError:
+                    yield SSE_PING

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jinfer.server.http import ignored_fields
+from jinfer.server.http import request_body
 from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat
 from jinfer.server.http.http_responses import error_response
 from jinfer.server.http.metrics import Metrics
@@ -68,8 +68,8 @@ class RequestMiddleware:
                 notes["status"] = message["status"]
                 message["headers"].append((b"x-request-id", id.encode()))
                 if names := notes.get("ignored"):
-                    header = ignored_fields.ignored_header(names).encode()
-                    message["headers"].append((ignored_fields.HEADER.encode(), header))
+                    header = request_body.ignored_header(names).encode()
+                    message["headers"].append((request_body.HEADER.encode(), header))
             await send(message)
 
         with span(f"{scope['method']} {scope['path']}", headers, notes):

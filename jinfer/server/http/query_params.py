@@ -19,7 +19,7 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
         "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
         "description": "action on the cache of a slot",
     },
-    "each": {
+    "model_or_all": {
         "name": "model",
         "schema": {"type": "string"},
         "description": "name of a model; default: all",

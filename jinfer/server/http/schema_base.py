@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,7 +23,7 @@ MAX_ITEMS = 8192  # of messages, or of tools, in a request
 
 @dataclass(frozen=True)
 class Ignored:
-    """Marks a field that has no effect; see `jinfer.server.http.ignored_fields`.
+    """Marks a field that has no effect; see `jinfer.server.http.request_body`.
 
     Attributes:
         reason: the reason, for the error of a strict server.
@@ -136,6 +136,15 @@ class ResponseModel(BaseModel):
     """A response model; fields beyond OpenAI's are allowed."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class ListPage(ResponseModel):
+    """A page of a list."""
+
+    object: Literal["list"]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
 
 
 class ErrorDetail(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
 from jinfer.server.core.sampling_fields import (
@@ -30,6 +29,8 @@ from jinfer.server.http.http_responses import (
 )
 from jinfer.server.models.served_model import ServedModel
 from jinfer.template.chat_prompt import Conversation
+
+routes = Routes(tag="Inferflow")
 
 
 class InferflowRequest(SamplingFields):
@@ -67,8 +68,9 @@ _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
 
+@routes.add("POST /", InferflowResponse, stream=NDJSON_MEDIA_TYPE)
 async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
-    """Handle an Inferflow request."""
+    """Answer a text."""
     body = request.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
@@ -151,15 +153,8 @@ def _conversation(request: RequestContext[InferflowRequest], model: ServedModel)
 async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Yield the chunks, each followed by an empty line; the last chunk has `is_end`."""
     begun = time.perf_counter()
-    async with request.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with request.streaming(_prepare) as (_, _, pieces):
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
         yield dumps(_piece("", begun, end=True)) + b"\n\n"
-
-
-INFERFLOW_ENDPOINTS = (
-    Endpoint(
-        "POST /", inferflow, "Answer a text", InferflowResponse, NDJSON_MEDIA_TYPE, "Inferflow"
-    ),
-)

@@ -15,6 +15,7 @@ from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob, completion
 from jinfer.server.core import usage
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.image_parts import ImageParts
 from jinfer.server.core.prompt_builder import (
     _no_tokens,
@@ -35,8 +36,13 @@ from jinfer.server.core.sampling_fields import (
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import as_api_error, invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.http.schema_base import ResponseModel
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    batch_bytes,
+    sse_event,
+)
 from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.llamacpp.llamacpp_response import set_parameters, slot_of, statistics
 from jinfer.server.models.served_model import ServedModel
@@ -45,6 +51,8 @@ from jinfer.tokenizer.fill_in_middle import infill_prompt
 from jinfer.version import __version__
 
 MEDIA_MARKER = "<__media__>"
+
+routes = Routes(tag="llama.cpp")
 
 
 class LlamaText(base.RequestModel):
@@ -108,13 +116,28 @@ class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
     """The response of /completion: one answer, or a list of several."""
 
 
+class Props(base.ResponseModel):
+    """The response of /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    media_marker: str
+    is_sleeping: bool
+    build_info: str
+
+
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
+@routes.add("POST /completion", LlamaResponse, stream=SSE_MEDIA_TYPE)
 async def completion_route(
     request: RequestContext[LlamaRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a completion request."""
+    """Continue texts."""
     return await answer_prompts(request, _prepare_prompts)
 
 
@@ -333,8 +356,9 @@ def _end(answer: _CompletionFormatter, index: int, chunks: list[Chunk]) -> bytes
     return sse_event({name: empty.get(name, value) for name, value in whole.items()})
 
 
+@routes.add("GET /props", Props, query=("model",))
 async def props(request: RequestContext[Any]) -> HttpResponse:
-    """Describe a model, as llama.cpp's /props."""
+    """Describe a model and its default parameters."""
     name = request.http.query_params.get("model")
     async with request.service.models.peek(name) as model:
         session, opened = model.session, model.session.opened
@@ -365,8 +389,9 @@ async def props(request: RequestContext[Any]) -> HttpResponse:
 _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
+@routes.add("POST /infill", LlamaResponse, stream=SSE_MEDIA_TYPE)
 async def infill(request: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
-    """Handle a request to fill in the middle of a text."""
+    """Fill in the middle of a text."""
     if not isinstance(request.body.prompt, str):
         raise invalid_request("it must be a text, which follows input_prefix", "prompt")
     return await answer_prompts(request, _prepare_infill)
@@ -393,17 +418,3 @@ def _prepare_infill(
         raise _no_tokens(error, "input_suffix") from error
     options = fim_options(session, sampling)
     return prepare_llama(request, session, [ids], options, param="input_prefix")
-
-
-class Props(ResponseModel):
-    """Describe a model, as llama.cpp's /props."""
-
-    default_generation_settings: dict[str, Any]
-    total_slots: int
-    model_alias: str
-    model_path: str
-    chat_template: str
-    modalities: dict[str, bool]
-    media_marker: str
-    is_sleeping: bool
-    build_info: str

@@ -17,9 +17,8 @@ from jinfer.engine.thread_pools import start_threads
 from jinfer.server.http import http_errors
 from jinfer.server.http.http_errors import ApiError, RunsElsewhereError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
-from jinfer.server.models.model_loading import examine
 from jinfer.server.models.model_registry import ModelRegistry
-from jinfer.server.models.model_residency import ModelResidency
+from jinfer.server.models.model_residency import ModelResidency, examine
 from jinfer.server.models.served_model import ServedModel
 
 _WORKERS = 4
@@ -52,7 +51,7 @@ class ModelManager:
         """
         self.registry, self._settings = registry, settings
         models = [self._served(source) for source in registry.sources()]
-        max_models = _most(models, settings.max_loaded, registry)
+        max_models = _max_models(models, settings.max_loaded, registry)
         self.residency = ModelResidency(models, max_models, settings, unloaded)
         self._any_name = not settings.strict and registry.is_fixed and len(models) == 1
         self._started = False
@@ -324,7 +323,9 @@ class ModelManager:
         return await asyncio.get_running_loop().run_in_executor(self.workers, work)
 
 
-def _most(models: Sequence[ServedModel], max_loaded: int | None, registry: ModelRegistry) -> int:
+def _max_models(
+    models: Sequence[ServedModel], max_loaded: int | None, registry: ModelRegistry
+) -> int:
     """Return the maximum number of models in memory."""
     at_start = sum(not model.source.on_demand for model in models)
     return max_loaded or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -10,16 +11,86 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.scheduling.cache_size import trim
+from jinfer.loader.open_keywords import override_tables
+from jinfer.loader.open_model import open_files
+from jinfer.ops.backend import start
+from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http import http_errors
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
-from jinfer.server.models.model_loading import Opened, open_beside, open_llm, warm_up_constraints
+from jinfer.server.models.model_details import ModelDetails, details_of
+from jinfer.server.models.model_worker import ModelWorker
 from jinfer.server.models.served_model import ServedModel
-from jinfer.startup.thread_priority import lower_priority
+from jinfer.startup import lower_priority
+
+_log = logging.getLogger("jinfer.server")
+type Opened = tuple[LLM | ModelWorker, ModelDetails]
+_WARM_UP_TOKENS = 33  # tokens of the warm-up prompt
+
+
+def open_llm(source: ModelSource, warm_up: bool) -> Opened:
+    """Open and load a model.
+
+    Args:
+        warm_up: whether to compile all programs in the background of the first requests.
+    """
+    # The warm-up's programs are compiled while the weights are read.
+    llm = LLM(source.path, first=lambda llm: [0] * _WARM_UP_TOKENS, **source.overrides)
+    if llm.spec.engine.warm_up:
+        warm_up_constraints(llm)
+    elif warm_up:
+        engine = llm.session.engine
+        engine.runner.programs.announce(all_shapes(engine))
+    return llm, details_of(llm)
+
+
+def has_own_processes(settings: ServerSettings) -> bool:
+    """Return whether models that are loaded later have their own processes."""
+    start()
+    import jax
+
+    return settings.model_processes and jax.default_backend() == "cpu"
+
+
+def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
+    """Load a model in its own process, so that the streams of other models continue.
+
+    On a GPU the model is loaded here, because two processes would contend for its memory.
+    """
+    if not has_own_processes(settings):
+        return open_llm(source, settings.warm_up)
+    worker = ModelWorker(source, settings)
+    return worker, worker.details
+
+
+def warm_up_constraints(llm: LLM) -> None:
+    """Build the vocabulary tables of structured outputs before the first constraint needs them."""
+    # Imported here, because it is not needed at startup.
+    from jinfer.sampling.structured import compile_constraint, forget_constraints
+
+    if llm.tokenizer is not None and llm.spec.generates:
+        with contextlib.suppress(ConstraintError):
+            compile_constraint(llm.tokenizer, json_schema=True)
+        if llm.session.closed:  # meanwhile
+            forget_constraints(llm.tokenizer)
+
+
+def examine(source: ModelSource) -> tuple[str, int]:
+    """Return why a model's files cannot be opened ("": they can), and the bytes of the weights."""
+    try:
+        checkpoint = open_files(source.path, override_tables(source.overrides)).checkpoint
+    except USER_ERRORS as error:
+        return " ".join(str(error).split()), 0
+    except Exception as error:
+        _log.exception("%s could not be opened", source.name)
+        return f"{type(error).__name__}: {error}", 0
+    return "", sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+
 
 _log = logging.getLogger("jinfer.server")
 _LEAVING = 0.1  # seconds between two checks whether a model is unloaded
@@ -201,7 +272,7 @@ class ModelResidency:
         """Queue a model that requests wait for, unless it is loaded or loading."""
         if model.removed:
             _notify(
-                model, http_errors.unknown_model(model.name, [each.name for each in self.models])
+                model, http_errors.unknown_model(model.name, [model.name for model in self.models])
             )
         elif model.waiters and model.state in ("unloaded", "sleeping") and model not in self._queue:
             model.cancel_timers()
@@ -215,7 +286,7 @@ class ModelResidency:
 
     def _refuse(self, model: ServedModel) -> None:
         """Refuse the requests that wait for a model, as there is no room."""
-        if model in self._queue and any(each.state == "unloading" for each in self.models):
+        if model in self._queue and any(model.state == "unloading" for model in self.models):
             self._refuse_later(model, _LEAVING)
         elif model in self._queue:
             self._queue.remove(model)
@@ -228,16 +299,16 @@ class ModelResidency:
         """Load the next model of the queue, or make room for it."""
         while self._queue and not self.closed:
             model = self._queue[0]
-            others = [each for each in self.models if each.in_memory and each is not model]
+            others = [item for item in self.models if item.in_memory and item is not model]
             if len(others) < self.max_models:
                 self._queue.pop(0)
                 model.cancel_timers()
                 model.state = "loading"
                 self.run(self.load(model))
                 continue
-            idle = [each for each in others if each.can_unload]
-            if idle and not any(each.state == "unloading" for each in others):
-                self._begin_unload(min(idle, key=lambda each: each.last_used), 0)
+            idle = [other for other in others if other.can_unload]
+            if idle and not any(other.state == "unloading" for other in others):
+                self._begin_unload(min(idle, key=lambda item: item.last_used), 0)
             return
 
     def _on_idle(self, model: ServedModel, level: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -15,6 +14,7 @@ from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
 from jinfer.server.core.embedder import Embedder, truncate_vectors
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prepare_chat import CHAT_FIELDS, field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import OLLAMA, request_options
@@ -35,14 +35,18 @@ from jinfer.server.http.http_responses import (
     dumps,
     dumps_list,
 )
-from jinfer.server.http.ignored_fields import Ignore
+from jinfer.server.http.request_body import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.ollama.ollama_schemas import (
     OllamaChatRequest,
+    OllamaChatResponse,
     OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
     OllamaEmbedRequest,
+    OllamaEmbedResponse,
     OllamaError,
     OllamaGenerateRequest,
+    OllamaGenerateResponse,
 )
 from jinfer.server.ollama.ollama_to_chat import chat_request, ollama_name
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ParsedAnswer, WholeCallsParser
@@ -55,19 +59,22 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 
 OLLAMA_ERRORS = ErrorFormat(_error, OllamaError, lambda error: error.status)
+routes = Routes(tag="Ollama", errors=OLLAMA_ERRORS)
 
 type _Call = RequestContext[Any]  # of an `OllamaChatRequest` or an `OllamaGenerateRequest`
 
 
+@routes.add("POST /api/chat", OllamaChatResponse, stream=NDJSON_MEDIA_TYPE)
 async def chat(request: RequestContext[OllamaChatRequest]) -> HttpResponse | StreamedResponse:
-    """Handle a chat request; without messages the model is only loaded."""
+    """Answer a conversation."""
     return await _answer(request, empty=not request.body.messages)
 
 
+@routes.add("POST /api/generate", OllamaGenerateResponse, stream=NDJSON_MEDIA_TYPE)
 async def generate(
     request: RequestContext[OllamaGenerateRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a generate request; without a prompt the model is only loaded."""
+    """Answer a prompt, or continue it."""
     body = request.body
     reject_fields(
         body,
@@ -93,10 +100,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
     if body.stream is not False:
         return StreamedResponse(_lines(request, clock), NDJSON_MEDIA_TYPE, _failed)
     prepare = partial(_prepare, clock)
-    async with (
-        request.running(prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(prepare) as (model, run, pieces):
         answer, whole = _OllamaFormatter(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -118,10 +122,7 @@ async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
 async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
     """Yield the lines of a stream; the last line has the statistics."""
     prepare = partial(_prepare, clock)
-    async with (
-        request.running(prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(prepare) as (model, run, pieces):
         answer = _OllamaFormatter(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]
@@ -297,8 +298,9 @@ def _shape(body: OllamaChatRequest | OllamaGenerateRequest, parts: _Parts) -> di
 _AS_MANY_AS_FIT = -1
 
 
+@routes.add("POST /api/embed", OllamaEmbedResponse)
 async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
-    """Handle an embedding request; vectors are normalized, as in Ollama."""
+    """Compute the vectors of texts."""
     body, clock = request.body, Clock()
     truncate = None if body.truncate is False else _AS_MANY_AS_FIT
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
@@ -318,8 +320,9 @@ async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
         )
 
 
+@routes.add("POST /api/embeddings", OllamaEmbeddingsResponse)
 async def embeddings(request: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
-    """Handle a request of the older route; the vector is not normalized, as in Ollama."""
+    """Compute the vector of a text."""
     body = request.body
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
         request.note(model=model.name)

@@ -13,6 +13,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.loader.open_model import Opened
 from jinfer.sampling.sampling_keywords import over_defaults
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.request_params import OLLAMA
 from jinfer.server.core.sampling_fields import parameter_of
 from jinfer.server.core.service import RequestContext
@@ -20,13 +21,20 @@ from jinfer.server.http.http_errors import RunsElsewhereError, load_failed, unsu
 from jinfer.server.http.http_responses import HttpResponse, dumps
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 from jinfer.server.models.model_details import ModelDetails, opened_details
-from jinfer.server.models.model_loading import has_own_processes
-from jinfer.server.models.model_worker import asked_process
+from jinfer.server.models.model_residency import has_own_processes
+from jinfer.server.models.model_worker import describe_in_process
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.ollama.ollama_api import timestamp
-from jinfer.server.ollama.ollama_schemas import OllamaShowRequest
+from jinfer.server.ollama.ollama_api import OLLAMA_ERRORS, timestamp
+from jinfer.server.ollama.ollama_schemas import (
+    OllamaModels,
+    OllamaShowRequest,
+    OllamaShowResponse,
+    OllamaVersion,
+)
 from jinfer.server.tool_parsers.parser_registry import reasoning_format, tool_call_format
 from jinfer.version import __version__
+
+routes = Routes(tag="Ollama", errors=OLLAMA_ERRORS)
 
 # The supported version of Ollama's API: clients refuse older versions.
 OLLAMA_VERSION = "0.12.11"
@@ -34,19 +42,22 @@ _FOREVER = "9999-12-31T23:59:59Z"
 _UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": ""}
 
 
+@routes.add("GET /api/version", OllamaVersion)
 async def version(request: RequestContext[Any]) -> HttpResponse:
-    """Return the version of Ollama's API, and of jinfer."""
+    """The version of Ollama's API."""
     return HttpResponse({"version": OLLAMA_VERSION, "jinfer": __version__})
 
 
+@routes.add("GET /api/tags", OllamaModels)
 async def tags(request: RequestContext[Any]) -> HttpResponse:
-    """List the served models."""
+    """List the models."""
     models = request.service.models.models
     return HttpResponse({"models": [shown for model in models for shown in _with_adapters(model)]})
 
 
+@routes.add("GET /api/ps", OllamaModels)
 async def running(request: RequestContext[Any]) -> HttpResponse:
-    """List the models in memory that are awake."""
+    """List the models in memory."""
     listed = []
     for model in request.service.models.models:
         if model.state == "loaded":
@@ -59,8 +70,9 @@ async def running(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"models": listed})
 
 
+@routes.add("POST /api/show", OllamaShowResponse)
 async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
-    """Describe a model without loading it."""
+    """Describe a model."""
     model = await request.service.models.look_for(request.body.model or request.body.name)
     if model.open and model.worker is not None:
         raise RunsElsewhereError(model, awake=False)
@@ -106,11 +118,13 @@ def describe_beside(
     """Describe a model in its own process, so that the streams of other models continue."""
     if not has_own_processes(settings):
         return describe(source)
-    return asked_process(source, settings)
+    return describe_in_process(source, settings)
 
 
+@routes.add("DELETE /api/delete")
+@routes.add("POST /api/pull /api/push /api/create /api/copy")
 async def refuse(request: RequestContext[Any]) -> HttpResponse:
-    """Refuse to change the models that are served."""
+    """Refused: requests do not change the models."""
     raise unsupported_field(
         "requests do not change the server's models; use its command line, or the folder of "
         "--models-dir"

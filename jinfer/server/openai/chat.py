@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+import orjson
 
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.server.core import usage
-from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.chat_schemas import ChatBatchRequest, ChatRequest, ChatResponse, TokenCount
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prepare_chat import prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_activations import captured
 from jinfer.server.core.sampling_fields import check_stream, ignore_verbose, reject_fields
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
+from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    dumps,
+)
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.server.tool_parsers.output_deltas import (
@@ -24,9 +34,12 @@ from jinfer.server.tool_parsers.output_deltas import (
     ToolCallDelta,
 )
 
+routes = Routes(tag="OpenAI")
 
+
+@routes.add("POST /v1/chat/completions /chat/completions", ChatResponse, stream=SSE_MEDIA_TYPE)
 async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
-    """Handle a chat completion request."""
+    """Answer a conversation."""
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)
@@ -188,11 +201,67 @@ def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
     return result
 
 
+@routes.add(
+    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
+    TokenCount,
+    tag="llama.cpp",
+)
 async def count_tokens(request: RequestContext[ChatRequest]) -> HttpResponse:
-    """Count the tokens of a conversation (llama.cpp)."""
+    """Count the tokens of a conversation."""
     settings, ignore = request.service.settings, request.ignore
     async with request.service.models.use(request.body.model) as model:
         arguments = request.body, model.session, settings, ignore
         prompt = await request.service.in_thread(build_chat_prompt, *arguments)
         ids = await request.service.in_thread(prompt.ids)
     return HttpResponse({"input_tokens": len(ids)})
+
+
+@routes.add("POST /v1/chat/completions/batch", ChatResponse, tag="vLLM")
+async def chat_batch(request: RequestContext[ChatBatchRequest]) -> HttpResponse:
+    """Answer several conversations."""
+    body = request.body
+    if body.stream:
+        raise invalid_request(
+            "answers to several conversations are not streamed; leave it out", "stream"
+        )
+    if body.n is not None and body.n != 1:
+        raise invalid_request("each conversation has a single answer; leave it out", "n")
+    shared = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
+    chats = [ChatRequest.model_construct(messages=message, **shared) for message in body.messages]
+    jobs = [asyncio.ensure_future(_batched(request, i, item)) for i, item in enumerate(chats)]
+    try:
+        answers = await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+    return HttpResponse(_joined(answers))
+
+
+async def _batched(
+    request: RequestContext[ChatBatchRequest], number: int, body: ChatRequest
+) -> dict[str, Any]:
+    try:
+        own: Any = replace(request, body=cast("Any", body))
+        reply = await chat(own)
+    except ApiError as error:
+        if error.param and error.param.startswith("messages"):
+            error.param = f"messages.{number}{error.param.removeprefix('messages')}"
+        raise
+    content = cast("HttpResponse", reply).content
+    return cast("dict[str, Any]", orjson.loads(content) if isinstance(content, bytes) else content)
+
+
+def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the answers: a choice for each conversation, and the sum of the usage."""
+    choices = [
+        {**choice, "index": number}
+        for number, answer in enumerate(answers)
+        for choice in answer["choices"]
+    ]
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    usage: dict[str, Any] = {
+        name: sum(answer["usage"][name] for answer in answers) for name in names
+    }
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    return {**answers[0], "choices": choices, "usage": usage}

@@ -12,6 +12,7 @@ from pydantic import Field
 from jinfer.engine.output.completion import Chunk, Completion, TokenLogprob
 from jinfer.engine.requests import Request
 from jinfer.server.core import usage
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prompt_builder import fim_options, infill_ids, prompt_ids
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_activations import captured
@@ -25,12 +26,19 @@ from jinfer.server.core.sampling_fields import (
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    dumps,
+)
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.openai_response import OpenAIFormatter, score_prompt, stream_answer
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.tokenizer_base import valid_text
+
+routes = Routes(tag="OpenAI")
 
 
 class CompletionRequest(SamplingFields):
@@ -148,10 +156,11 @@ def token_offsets_in(
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
+@routes.add("POST /v1/completions /completions", CompletionResponse, stream=SSE_MEDIA_TYPE)
 async def completions(
     request: RequestContext[CompletionRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a completion request."""
+    """Continue texts."""
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)

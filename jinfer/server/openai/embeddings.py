@@ -13,13 +13,14 @@ from pydantic_core import PydanticCustomError
 
 from jinfer.loader.config.pooling_config import Pooling, Vectors
 from jinfer.server.core.embedder import (
-    EmbeddingUsage,
+    ListResponse,
     coded_vector,
     either_field,
     embedder_of,
     truncate_vectors,
     usage_of,
 )
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -34,6 +35,8 @@ from jinfer.server.http.schema_base import (
     rejected_field,
 )
 from jinfer.server.models.served_model import ServedModel
+
+routes = Routes(tag="OpenAI")
 
 
 class TextPart(RequestModel):
@@ -96,13 +99,10 @@ class EmbeddingObject(ResponseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(ResponseModel):
+class EmbeddingResponse(ListResponse):
     """The response of /v1/embeddings: vectors in the order of the texts."""
 
-    object: Literal["list"]
     data: list[EmbeddingObject]
-    model: str
-    usage: EmbeddingUsage
 
 
 class FillMaskRequest(RequestModel):
@@ -131,17 +131,15 @@ class MaskText(ResponseModel):
     masks: list[list[MaskToken]]
 
 
-class FillMaskResponse(ResponseModel):
+class FillMaskResponse(ListResponse):
     """The response of /fill-mask, in the order of the texts."""
 
-    object: Literal["list"]
-    model: str
     data: list[MaskText]
-    usage: EmbeddingUsage
 
 
+@routes.add("POST /v1/embeddings /embeddings", EmbeddingResponse)
 async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
-    """Handle an embedding request."""
+    """Compute the vectors of texts."""
     body = request.body
     value, param = either_field(body, "input", "content")
     texts = _plain(value)
@@ -181,8 +179,9 @@ def _entries(
         yield {"object": "embedding", "index": i, "embedding": shown}
 
 
+@routes.add("POST /fill-mask /v1/fill-mask", FillMaskResponse, tag="vectors")
 async def fill_mask(request: RequestContext[FillMaskRequest]) -> HttpResponse:
-    """Predict the likeliest tokens at the masks of texts (masked language modelling)."""
+    """Predict the tokens at the masks of texts."""
     body = request.body
     async with embedder_of(request, None) as embedder:
         model = embedder.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -124,10 +123,7 @@ async def stream_answer(
     request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIFormatter]
 ) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of a streamed answer."""
-    async with (
-        request.running(prepare) as (model, run),
-        contextlib.aclosing(run.chunks()) as pieces,
-    ):
+    async with request.streaming(prepare) as (model, run, pieces):
         answer = kind(request, model, run)
         async for batch in pieces:
             events = answer.progress(first=batch != [])

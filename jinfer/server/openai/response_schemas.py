@@ -256,14 +256,10 @@ class DeletedResponse(base.ResponseModel):
     deleted: bool
 
 
-class InputItems(base.ResponseModel):
+class InputItems(base.ListPage):
     """The response of /v1/responses/{response_id}/input_items."""
 
-    object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool
 
 
 class ResponseUsage(base.ResponseModel):

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinfer.engine.output.completion import Chunk
 from jinfer.server.core import usage
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prepare_chat import field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
@@ -19,21 +20,33 @@ from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import TOKEN_FIELDS, reject_fields
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.http.query_params import last_event_id, listed_page, query_value
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    batch_bytes,
+    sse_event,
+)
+from jinfer.server.http.query_params import PAGE, last_event_id, listed_page, query_value
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.response_input import ResponseInput, read_input, to_chat_request
 from jinfer.server.openai.response_items import ResponseItems, custom_names
 from jinfer.server.openai.response_schemas import (
     LOGPROBS,
     CustomTool,
+    DeletedResponse,
     FunctionTool,
+    InputItems,
+    InputTokens,
     InputTokensRequest,
+    ResponseObject,
     ResponseRequest,
 )
-from jinfer.server.stores.response_jobs import ResponseJob
-from jinfer.server.stores.response_store import UNFINISHED, StoredResponse
+from jinfer.server.stores.response_store import UNFINISHED, ResponseJob, StoredResponse
 from jinfer.server.tool_parsers.output_deltas import WholeCallsParser
+
+routes = Routes(tag="OpenAI")
+_PATH = "/v1/responses/{response_id}"
 
 # Chat request field -> its name in the Responses API.
 _NAMES: Mapping[str, str] = {
@@ -55,10 +68,11 @@ _ELSEWHERE: Mapping[str, str] = {
 type EventBatches = AsyncGenerator[tuple[list[dict[str, Any]], Sequence[Any] | None]]
 
 
+@routes.add("POST /v1/responses /responses", ResponseObject, stream=SSE_MEDIA_TYPE)
 async def create_response(
     request: RequestContext[ResponseRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handle a response request."""
+    """Answer a conversation."""
     body, kept = request.body, _is_kept(request)
     check_response(request)
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
@@ -70,7 +84,7 @@ async def create_response(
         job = ResponseJob(answering.id, answering.created_response(), response_input.listed())
         await request.service.response_jobs.start(job, answering.batches(), request.service.answers)
         if body.stream:
-            pieces = job.events(-1, request.service.settings.ping)
+            pieces = job.log.read(0, 0, request.service.settings.ping)
             return StreamedResponse(pieces, failed=failed_event)
         return HttpResponse(job.response)
     if body.stream:
@@ -174,10 +188,7 @@ class _Answering:
             first = number - len(events)
             return [{**event, "sequence_number": first + i} for i, event in enumerate(events)]
 
-        async with (
-            self.request.running(prepare) as (model, run),
-            contextlib.aclosing(run.chunks()) as pieces,
-        ):
+        async with self.request.streaming(prepare) as (model, run, pieces):
             answer = _ResponseFormatter(self, model, run)
             begun = False
             async for batch in pieces:
@@ -307,50 +318,8 @@ class _ResponseFormatter:
         return self.answering.response(status, self.model.name, self.items.done, tokens, params)
 
 
-async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedResponse:
-    """Return a stored response, or stream the events of a background response."""
-    id = _response_id(request)
-    job = request.service.response_jobs.jobs.get(id)
-    after = query_value(request.http, "starting_after")
-    if query_value(request.http, "stream", False):
-        after = last_event_id(request.http) if after is None else after
-        if job is None:
-            await _stored_response(request)
-            raise invalid_request(
-                "only running and recent background responses can be streamed",
-                "stream",
-            )
-        events = job.events(-1 if after is None else after, request.service.settings.ping)
-        return StreamedResponse(events, failed=failed_event)
-    if after is not None:
-        raise invalid_request("it needs stream=true", "starting_after")
-    return HttpResponse(await _known_response(request))
-
-
-async def cancel(request: RequestContext[Any]) -> HttpResponse:
-    """Cancel a background response; a finished response is unchanged."""
-    jobs, id = request.service.response_jobs, _response_id(request)
-    if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
-        raise invalid_request("only a background response can be cancelled")
-    await jobs.cancel(id)
-    return HttpResponse(await _known_response(request))
-
-
-async def delete(request: RequestContext[Any]) -> HttpResponse:
-    """Remove a stored response."""
-    jobs, id = request.service.response_jobs, _response_id(request)
-    await jobs.cancel(id)
-    jobs.jobs.pop(id, None)
-    if not await request.service.in_thread(request.service.responses.delete, id):
-        raise _missing_response(id)
-    return HttpResponse({"id": id, "object": "response", "deleted": True})
-
-
-async def input_items(request: RequestContext[Any]) -> HttpResponse:
-    """List the input items of a stored response, including those of earlier responses."""
-    return HttpResponse(listed_page(request.http, (await _stored_response(request)).input))
-
-
+# Before the routes whose path with an id would match it.
+@routes.add("POST /v1/responses/input_tokens", InputTokens)
 async def input_tokens(request: RequestContext[InputTokensRequest]) -> HttpResponse:
     """Count the input tokens of a response."""
     check_response(request)
@@ -371,6 +340,57 @@ def _count_tokens(
         ignore = ignore_as(request.ignore, response_field)
         prompt = build_chat_prompt(chat, model.session, request.service.settings, ignore)
         return len(prompt.ids())
+
+
+@routes.add(
+    f"GET {_PATH}", ResponseObject, stream=SSE_MEDIA_TYPE, query=("stream", "starting_after")
+)
+async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedResponse:
+    """Retrieve a stored response."""
+    id = _response_id(request)
+    job = request.service.response_jobs.jobs.get(id)
+    after = query_value(request.http, "starting_after")
+    if query_value(request.http, "stream", False):
+        after = last_event_id(request.http) if after is None else after
+        if job is None:
+            await _stored_response(request)
+            raise invalid_request(
+                "only running and recent background responses can be streamed",
+                "stream",
+            )
+        place = 0 if after is None else after + 1
+        events = job.log.read(place, 0, request.service.settings.ping)
+        return StreamedResponse(events, failed=failed_event)
+    if after is not None:
+        raise invalid_request("it needs stream=true", "starting_after")
+    return HttpResponse(await _known_response(request))
+
+
+@routes.add(f"POST {_PATH}/cancel", ResponseObject)
+async def cancel(request: RequestContext[Any]) -> HttpResponse:
+    """Cancel a background response."""
+    jobs, id = request.service.response_jobs, _response_id(request)
+    if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
+        raise invalid_request("only a background response can be cancelled")
+    await jobs.cancel(id)
+    return HttpResponse(await _known_response(request))
+
+
+@routes.add(f"DELETE {_PATH}", DeletedResponse)
+async def delete(request: RequestContext[Any]) -> HttpResponse:
+    """Delete a stored response."""
+    jobs, id = request.service.response_jobs, _response_id(request)
+    await jobs.cancel(id)
+    jobs.jobs.pop(id, None)
+    if not await request.service.in_thread(request.service.responses.delete, id):
+        raise _missing_response(id)
+    return HttpResponse({"id": id, "object": "response", "deleted": True})
+
+
+@routes.add(f"GET {_PATH}/input_items", InputItems, query=PAGE)
+async def input_items(request: RequestContext[Any]) -> HttpResponse:
+    """List the input items of a stored response."""
+    return HttpResponse(listed_page(request.http, (await _stored_response(request)).input))
 
 
 def _response_id(request: RequestContext[Any]) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.http_responses import HttpResponse
+
+PAGE_TAG = "page"
+routes = Routes(tag=PAGE_TAG, public=True)
 
 # The page's own files, and the libraries that they load on demand.
 _FOLDERS = (Path(__file__).with_name("assets"), Path(__file__).with_name("vendor"))
@@ -50,13 +53,15 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
+@routes.add("GET /", media_type="text/html")
 async def index(request: RequestContext[Any]) -> HttpResponse:
-    """Serve the page."""
+    """The web page."""
     return _sent(request, "index.html")
 
 
+@routes.add("GET /page/{file}", media_type="*/*")
 async def asset(request: RequestContext[Any]) -> HttpResponse:
-    """Serve a file of the page."""
+    """A file of the web page."""
     return _sent(request, request.http.path_params["file"])
 
 
@@ -81,12 +86,3 @@ def _sent(request: RequestContext[Any], name: str) -> HttpResponse:
     if file.headers["etag"] in request.http.headers.get("if-none-match", ""):
         return replace(file, content=b"", status=304)
     return file
-
-
-PAGE_TAG = "page"
-_page = partial(Endpoint, tag=PAGE_TAG, public=True)
-
-PAGE_ENDPOINTS: tuple[Endpoint, ...] = (
-    _page("GET /", index, "The web page", media_type="text/html"),
-    _page("GET /page/{file}", asset, "A file of the web page", media_type="*/*"),
-)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from jinfer.server.http.http_errors import (
     cancel_reason,
     invalid_request,
 )
-from jinfer.server.http.http_responses import SSE_PING, StreamedResponse, StreamReaders
+from jinfer.server.http.http_responses import SSE_PING, EventLog, StreamedResponse
 
 HEADER = "x-conversation-id"
 MAX_ID = 512  # characters
@@ -33,91 +32,42 @@ _SECONDS = 600.0  # seconds that a stream is kept after its end
 _MOST_ELSEWHERE = 1024
 
 
-@dataclass
-class ResumableStream:
+@dataclass(kw_only=True)
+class ResumableStream(EventLog):
     """The events of an answer.
 
     Attributes:
         id: id of the conversation.
-        started, completed: times, in seconds since 1970.
-        total: number of bytes so far.
-        dropped: bytes of dropped events.
+        started: time of the start, in seconds since 1970.
         begun: whether the answer has begun.
     """
 
     id: str
+    max_bytes: int | None = MAX_BYTES
     started: float = field(default_factory=time.time)
-    completed: float | None = None
-    total: int = 0
-    dropped: int = 0
     begun: bool = False
-    _events: deque[bytes] = field(default_factory=deque)
-    _first: int = 0  # number of the first kept event
     _refusal: Exception | None = None
-    _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def append(self, piece: bytes) -> None:
-        """Record complete events, with numbers."""
+        """Record complete events."""
         self.begun = True
-        if piece != SSE_PING:
-            for event in piece.split(b"\n\n")[:-1]:
-                known = b"id: %d\n%s\n\n" % (self._first + len(self._events), event)
-                self._events.append(known)
-                self.total += len(known)
-        while self.total - self.dropped > MAX_BYTES:
-            self.dropped += len(self._events.popleft())
-            self._first += 1
-        self._readers.wake()
+        for event in () if piece == SSE_PING else piece.split(b"\n\n")[:-1]:
+            self.add(event + b"\n\n")
+        self.wake()  # even an empty piece begins the answer
 
     def close(self, refusal: Exception | None = None) -> None:
         """End the stream, with an error if it was refused or cancelled before it began."""
         self._refusal = None if self.begun else refusal
-        self.completed = time.time()
-        self._readers.wake()
-
-    def place_of(self, offset: int) -> tuple[int, int]:
-        """Return the number of the event that contains a byte, and the byte's offset in it.
-
-        Raises:
-            ApiError: the byte was dropped, or is beyond the end.
-        """
-        if not self.dropped <= offset <= self.total:
-            raise invalid_request(
-                f"bytes {self.dropped} to {self.total} are available; start there", "from"
-            )
-        at = self.dropped
-        for number, event in enumerate(self._events, self._first):
-            if offset < at + len(event):
-                return number, offset - at
-            at += len(event)
-        return self._first + len(self._events), 0
+        self.end()
 
     async def read(self, place: int, skip: int, ping: float) -> AsyncGenerator[bytes]:
-        """Yield the events from a number on, with comments after `ping` seconds of silence.
-
-        Args:
-            place: number of the first event.
-            skip: bytes of the first event to skip.
-
-        Raises:
-            Exception: the request was refused before the first event.
-        """
+        """Yield events as `EventLog.read`; raise the error of a refused request."""
         while not self.begun and self.completed is None:
-            await self._readers.wait()
+            await self.wait()
         if self._refusal is not None:
             raise self._refusal
-        yield b""
-        while True:
-            place = max(place, self._first)
-            known = list(self._events)[place - self._first :]
-            if known:
-                place += len(known)
-                yield b"".join(known)[skip:]
-                skip = 0
-            elif self.completed is not None:
-                return
-            elif comment := await self._readers.wait_or_ping(ping):
-                yield comment
+        async for piece in super().read(place, skip, ping):
+            yield piece
 
 
 @dataclass
@@ -153,7 +103,7 @@ class ResumableStreams:
         if len(self._tasks) >= MAX_RUNNING:
             message = f"{MAX_RUNNING} resumable streams are running; try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
-        stream = self.streams[id] = ResumableStream(id)
+        stream = self.streams[id] = ResumableStream(id=id)
         task = asyncio.ensure_future(self._run(stream, reply.pieces, reply.failed))
         self._tasks[id] = task
         answers.add(task)

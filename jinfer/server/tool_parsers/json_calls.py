@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
+from jinfer.server.tool_parsers.incremental_reader import (
+    IncrementalReader,
+    Parse,
+    Sink,
+    decoded_prefix,
+    is_object,
+    parse_string,
+    parse_value,
+)
 from jinfer.server.tool_parsers.output_deltas import DeltaCollector
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
@@ -32,19 +39,15 @@ def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
     """
     first = yield from reader.char()
     if first == "{":
-        return (yield from incremental_json.parse_value(reader, sink)) is not None
+        return (yield from parse_value(reader, sink)) is not None
     if first == '"':
         parts: list[str] = []
-        value = yield from incremental_json.parse_string(reader, parts.append)
+        value = yield from parse_string(reader, parts.append)
         if value is None and reader.cut:
-            sink(incremental_json.decoded_prefix("".join(parts)))
+            sink(decoded_prefix("".join(parts)))
     else:
-        value = (
-            ""
-            if (yield from incremental_json.parse_value(reader, lambda _: None)) == "null"
-            else None
-        )
-    if value is None or (value.strip() and not incremental_json.is_object(value)):
+        value = "" if (yield from parse_value(reader, lambda _: None)) == "null" else None
+    if value is None or (value.strip() and not is_object(value)):
         return False
     sink(value.strip() or "{}")
     return True
@@ -157,16 +160,16 @@ class _Call:
     def member(self) -> Parse[bool]:
         """Parse a key and its value."""
         reader = self._reader
-        key = yield from incremental_json.parse_string(reader)
+        key = yield from parse_string(reader)
         yield from reader.space()
         if key is None or not (yield from reader.starts(":")):
             return False
         yield from reader.space()
         if key in _NAMES and self._name is None:
             parts: list[str] = []
-            self._name = yield from incremental_json.parse_string(reader, parts.append)
+            self._name = yield from parse_string(reader, parts.append)
             if self._name is None and reader.cut:
-                begun = incremental_json.decoded_prefix("".join(parts))
+                begun = decoded_prefix("".join(parts))
                 if begun and any(tool.startswith(begun) for tool in self._tools):
                     reader.drop()  # a call to an unknown tool
             return self._name in self._tools
@@ -179,7 +182,7 @@ class _Call:
             return self._argued
         if not self._sure and key not in _OTHERS:
             return False
-        return (yield from incremental_json.parse_value(reader, lambda _: None)) is not None
+        return (yield from parse_value(reader, lambda _: None)) is not None
 
     def end(self, *, whole: bool) -> bool:
         """End the object, complete or not."""

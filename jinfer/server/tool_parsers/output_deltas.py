@@ -167,7 +167,7 @@ class DeltaCollector:
             max_calls: maximum number of calls; further ones are dropped.
         """
         self._new_id = new_id
-        self._most = max_calls
+        self._max_calls = max_calls
         self._content, self._reasoning = "", ""
         self._calls: list[ToolCallDelta] = []
         self._index, self._whole = -1, 0
@@ -252,7 +252,7 @@ class DeltaCollector:
         return delta
 
     def _add(self, tool_call: ToolCallDelta) -> None:
-        if self._most is None or self._whole < self._most:
+        if self._max_calls is None or self._whole < self._max_calls:
             self._calls.append(tool_call)
 
 

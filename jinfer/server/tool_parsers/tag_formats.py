@@ -25,14 +25,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jinfer.server.tool_parsers import incremental_json
 from jinfer.server.tool_parsers.call_format import (
     LarkGrammar,
     ToolCallFormat,
     repeated,
     strict_parameters,
 )
-from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
+from jinfer.server.tool_parsers.incremental_reader import (
+    IncrementalReader,
+    Parse,
+    Sink,
+    escape_json,
+    value_as_json,
+)
 from jinfer.server.tool_parsers.json_calls import (
     Tools,
     is_string_schema,
@@ -203,14 +208,14 @@ def _qwen_name(reader: IncrementalReader) -> Parse[str | None]:
 def _qwen_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse[bool]:
     """Parse a value and its closing tag."""
     parts: list[str] = []
-    line = _StripLineBreaks(lambda piece: out.arguments(incremental_json.escape_json(piece)))
+    line = _StripLineBreaks(lambda piece: out.arguments(escape_json(piece)))
     text = is_string_schema(schema)
     if text:
         out.arguments('"')
     sink = line.push if text else parts.append
     if (yield from reader.until((QWEN_PARAMETER_END,), sink, min_overlap=1)) is None:
         return False
-    out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
+    out.arguments('"' if text else value_as_json("".join(parts)))
     return True
 
 
@@ -298,12 +303,12 @@ def _dsml_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> 
         out.arguments('"')
 
     def escaped(piece: str) -> None:
-        out.arguments(incremental_json.escape_json(piece))
+        out.arguments(escape_json(piece))
 
     sink = escaped if text else parts.append
     if (yield from reader.until((DSML_PARAMETER_END,), sink, min_overlap=1)) is None:
         return False
-    out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
+    out.arguments('"' if text else value_as_json("".join(parts)))
     return True
 
 

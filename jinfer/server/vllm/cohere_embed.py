@@ -11,10 +11,13 @@ from pydantic import Field
 from jinfer.api import text_embeddings
 from jinfer.loader.config.pooling_config import Vectors
 from jinfer.server.core.embedder import Embedder, coded_vector, embedder_of, truncate_vectors
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request
 from jinfer.server.http.http_responses import HttpResponse, dumps
 from jinfer.server.http.schema_base import RequestModel, ResponseModel, rejected_field
+
+routes = Routes(tag="vectors")
 
 VectorType = Literal["float", "base64", "binary", "ubinary"]
 
@@ -65,8 +68,9 @@ _PROMPTS = {
 }
 
 
+@routes.add("POST /v2/embed", CohereEmbedResponse)
 async def embed(request: RequestContext[CohereEmbedRequest]) -> HttpResponse:
-    """Handle an embedding request."""
+    """Compute the vectors of texts (Cohere)."""
     body = request.body
     max_tokens = -1 if body.max_tokens is None else body.max_tokens
     async with embedder_of(request, None if body.truncate == "NONE" else max_tokens) as embedder:

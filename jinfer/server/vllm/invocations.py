@@ -8,15 +8,17 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, RootModel
 
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import Handler, RequestContext
 from jinfer.server.http.http_errors import invalid_request
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
-from jinfer.server.http.ignored_fields import ignored_fields
-from jinfer.server.http.request_body import validated
+from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
+from jinfer.server.http.request_body import ignored_fields, validated
 from jinfer.server.openai import embeddings
 from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import completions
 from jinfer.server.vllm import pooling_routes, ranking
+
+routes = Routes(tag="SageMaker")
 
 # Field -> handler of the route that has it.
 _ROUTES: Mapping[str, Handler] = {
@@ -38,6 +40,11 @@ class Invocation(BaseModel):
     model: str | None = None
 
 
+class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
+    """The response of another route."""
+
+
+@routes.add("POST /invocations", AnyAnswer, stream=SSE_MEDIA_TYPE)
 async def invoke(request: RequestContext[Invocation]) -> HttpResponse | StreamedResponse:
     """Answer as the route whose fields the request has."""
     fields: dict[str, Any] = dict(request.body.model_extra or {})
@@ -57,7 +64,3 @@ async def invoke(request: RequestContext[Invocation]) -> HttpResponse | Streamed
         request.ignore(field, why)
     answer: HttpResponse | StreamedResponse = await handler(replace(request, body=body))
     return answer
-
-
-class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
-    """The response of another route."""

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -19,6 +20,8 @@ from jinfer.server.http.http_errors import (
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
+
+routes = Routes(tag="vLLM")
 
 
 class LoadAdapter(RequestModel):
@@ -41,8 +44,9 @@ class AdapterChange(ResponseModel):
     status: str
 
 
+@routes.add("POST /v1/load_lora_adapter", AdapterChange, tag="OpenAI")
 async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
-    """Load an adapter (vLLM)."""
+    """Load a LoRA adapter."""
     _check_allowed(request)
     name, models = request.body.lora_name, request.service.models
     if any(name in (model.name, model.source.path) for model in models.models):
@@ -56,8 +60,9 @@ async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
     return HttpResponse({"status": f"loaded the adapter {name}"})
 
 
+@routes.add("POST /v1/unload_lora_adapter", AdapterChange, tag="OpenAI")
 async def unload_adapter(request: RequestContext[UnloadAdapter]) -> HttpResponse:
-    """Unload an adapter (vLLM)."""
+    """Unload a LoRA adapter."""
     _check_allowed(request)
     name = request.body.lora_name
     async with request.service.models.use(name) as model:
@@ -83,8 +88,9 @@ class SleepState(ResponseModel):
 _TEXT = "text/plain; charset=utf-8"
 
 
+@routes.add("POST /sleep", media_type="text/plain", query=("model_or_all", "level"))
 async def sleep(request: RequestContext[Any]) -> HttpResponse:
-    """Let a model, or all models, sleep once their requests have ended."""
+    """Let models sleep once their requests have ended."""
     level = request.http.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
@@ -98,8 +104,9 @@ async def sleep(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(b"", media_type=_TEXT)
 
 
+@routes.add("POST /wake_up", media_type="text/plain", query=("model_or_all",))
 async def wake_up(request: RequestContext[Any]) -> HttpResponse:
-    """Wake a model, or all sleeping models."""
+    """Wake models."""
     if "tags" in request.http.query_params:
         raise unsupported_field("models can only be woken completely", "tags")
     for model in _models_of(request, "sleeping"):
@@ -107,8 +114,9 @@ async def wake_up(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(b"", media_type=_TEXT)
 
 
+@routes.add("GET /is_sleeping", SleepState, query=("model_or_all",))
 async def is_sleeping(request: RequestContext[Any]) -> HttpResponse:
-    """Return whether a model, or all models in memory, sleep."""
+    """Whether a model sleeps, or all models in memory."""
     models = [model for model in _models_of(request, "loaded", "sleeping") if model.open]
     asleep = bool(models) and all(item.state == "sleeping" for item in models)
     return HttpResponse({"is_sleeping": asleep})

@@ -15,16 +15,19 @@ from jinfer.api.classification import TypedTokens, classify
 from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.core.embedder import (
     Embedder,
-    EmbeddingUsage,
+    TaskResponse,
     coded_vector,
     embedder_of,
     truncate_vectors,
     usage_of,
 )
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, dumps_list
 from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
+
+routes = Routes(tag="vectors")
 
 PoolingTask = Literal["embed", "classify", "token_embed"]
 
@@ -49,16 +52,11 @@ class TextClass(ResponseModel):
     num_classes: int
 
 
-class ClassifyResponse(ResponseModel):
+class ClassifyResponse(TaskResponse):
     """The response of /classify, in the order of the texts."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     labels: list[str] = Field(description="labels, in the order of `probs`")
     data: list[TextClass]
-    usage: EmbeddingUsage
 
 
 class PoolingRequest(RequestModel):
@@ -90,17 +88,13 @@ class PooledText(ResponseModel):
     data: list[Any] | str
 
 
-class PoolingResponse(ResponseModel):
+class PoolingResponse(TaskResponse):
     """The response of /pooling, in the order of the texts."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PooledText]
-    usage: EmbeddingUsage
 
 
+@routes.add("POST /classify /v1/classify", ClassifyResponse)
 async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpResponse:
     """Classify texts."""
     body = request.body
@@ -158,8 +152,9 @@ def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
     }
 
 
+@routes.add("POST /pooling", PoolingResponse)
 async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
-    """Compute classes, a vector of each text, or of each token."""
+    """Compute classes, vectors of texts, or vectors of tokens."""
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         session = embedder.model.session

@@ -20,14 +20,18 @@ from jinfer.modelspec.model_spec import Activation
 from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
+    TaskResponse,
     either_field,
     embedder_of,
     usage_of,
 )
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+routes = Routes(tag="vectors")
 
 Texts = Annotated[list[str], Field(min_length=1)]
 Compared = Similarity | Literal["maxsim", "head"]
@@ -115,15 +119,10 @@ class Score(ResponseModel):
     score: float
 
 
-class ScoreResponse(ResponseModel):
+class ScoreResponse(TaskResponse):
     """The response of /score, in the order of the pairs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
     similarity: Compared = Field(description=_HOW)
     activation: Activation | None = Field(None, description="activation of a head's score")
 
@@ -146,8 +145,9 @@ class PairScores:
     how: dict[str, Any]
 
 
+@routes.add("POST /v1/rerank /rerank /v2/rerank", RerankResponse)
 async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
-    """Rank documents by how well they fit a query."""
+    """Rank documents by a query."""
     body = request.body
     documents, param = either_field(body, "documents", "texts")
     texts = [
@@ -196,6 +196,7 @@ def _shortened(session: Session, texts: Sequence[str], max_tokens: int) -> list[
     ]
 
 
+@routes.add("POST /score /v1/score", ScoreResponse)
 async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
     """Score pairs of texts."""
     body = request.body

@@ -12,6 +12,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
 from jinfer.loader.adapters.control_vectors import read_control_vector
 from jinfer.sampling.activation_edits import Steer
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.request_activations import OFF, read_array
 from jinfer.server.core.sampling_fields import Numbers
 from jinfer.server.core.service import RequestContext
@@ -20,7 +21,38 @@ from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
 
+routes = Routes(tag="OpenAI")
 
+
+class VectorField(RequestModel):
+    """A steering vector at one activation."""
+
+    name: str
+    vector: Numbers
+    scale: float = Field(1.0, allow_inf_nan=False)
+
+
+class KeepSteering(RequestModel):
+    """A request to store steering vectors under a name."""
+
+    name: str = Field(min_length=1, max_length=200)
+    path: str | None = Field(None, description="a control vector (GGUF) on the server")
+    vectors: list[VectorField] | None = Field(None, description="alternative to path")
+    model: str | None = Field(None, description="name of the model; default: the first")
+
+
+class SteeringState(ResponseModel):
+    """Steering vectors stored under a name."""
+
+    name: str
+    activations: list[str]
+
+
+class SteeringStates(RootModel[list[SteeringState]]):
+    """The stored steering vectors."""
+
+
+@routes.add("GET /v1/steering", SteeringStates)
 async def list_steering(request: RequestContext[Any]) -> HttpResponse:
     """List the steering vectors of a model."""
     _check_allowed(request)
@@ -29,8 +61,9 @@ async def list_steering(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse([_state(name, vectors) for name, vectors in kept.items()])
 
 
+@routes.add("POST /v1/steering", SteeringState)
 async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
-    """Store steering vectors under a name, replacing earlier vectors."""
+    """Store steering vectors under a name."""
     _check_allowed(request)
     body = request.body
     if (body.path is None) == (body.vectors is None):
@@ -46,8 +79,9 @@ async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
     return HttpResponse(_state(body.name, vectors))
 
 
+@routes.add("DELETE /v1/steering/{name:path}", SteeringState)
 async def forget_steering(request: RequestContext[Any]) -> HttpResponse:
-    """Delete the steering vectors of a name."""
+    """Delete steering vectors."""
     _check_allowed(request)
     name = request.http.path_params["name"]
     async with request.service.models.use(request.http.query_params.get("model")) as model:
@@ -82,31 +116,3 @@ def _state(name: str, vectors: Any) -> dict[str, Any]:
 def _check_allowed(request: RequestContext[Any]) -> None:
     if not request.service.settings.allow_inspection:
         raise ApiError(403, OFF, code="not_allowed")
-
-
-class VectorField(RequestModel):
-    """A steering vector at one activation."""
-
-    name: str
-    vector: Numbers
-    scale: float = Field(1.0, allow_inf_nan=False)
-
-
-class KeepSteering(RequestModel):
-    """A request to store steering vectors under a name."""
-
-    name: str = Field(min_length=1, max_length=200)
-    path: str | None = Field(None, description="a control vector (GGUF) on the server")
-    vectors: list[VectorField] | None = Field(None, description="alternative to path")
-    model: str | None = Field(None, description="name of the model; default: the first")
-
-
-class SteeringState(ResponseModel):
-    """Steering vectors stored under a name."""
-
-    name: str
-    activations: list[str]
-
-
-class SteeringStates(RootModel[list[SteeringState]]):
-    """The stored steering vectors."""

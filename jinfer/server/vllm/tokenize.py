@@ -10,12 +10,15 @@ from pydantic import Field
 from jinfer.api.session import Session
 from jinfer.server.core import usage
 from jinfer.server.core.chat_schemas import ChatTemplateFields, Message
+from jinfer.server.core.endpoint import Routes
 from jinfer.server.core.prompt_builder import ChatPrompt, build_chat_prompt
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import as_api_error, invalid_request
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import MAX_ITEMS, Ids, RequestModel, ResponseModel
 from jinfer.tokenizer import Tokenizer
+
+routes = Routes(tag="tokens")
 
 
 class TokenizeRequest(ChatTemplateFields):
@@ -101,6 +104,7 @@ _FIELDS_OF = {
 }
 
 
+@routes.add("POST /tokenize", TokenizeResponse)
 async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
     """Tokenize a text or a conversation."""
     fields = request.body.given_fields()
@@ -114,8 +118,9 @@ async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
         return HttpResponse(await request.service.in_thread(_TOKENS[name], request, model.session))
 
 
+@routes.add("GET /tokenizer_info", TokenizerInfo)
 async def tokenizer_info(request: RequestContext[Any]) -> HttpResponse:
-    """Describe a tokenizer, as vLLM does."""
+    """Describe a tokenizer."""
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         opened, tokenizer = model.session.opened, model.session.opened.tokenizer
         if tokenizer is None:
@@ -199,8 +204,9 @@ def _chat_prompt(request: RequestContext[Any], session: Session) -> ChatPrompt:
     return build_chat_prompt(request.body, session, request.service.settings, request.ignore)
 
 
+@routes.add("POST /detokenize", DetokenizeResponse)
 async def detokenize(request: RequestContext[DetokenizeRequest]) -> HttpResponse:
-    """Decode token ids."""
+    """Decode tokens."""
     async with request.service.models.use(request.body.model) as model:
         session = model.session
         try:
@@ -211,8 +217,9 @@ async def detokenize(request: RequestContext[DetokenizeRequest]) -> HttpResponse
         return HttpResponse({"content": text, "prompt": text})
 
 
+@routes.add("POST /apply-template", ApplyTemplateResponse)
 async def apply_template(request: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
-    """Render the chat template of a conversation."""
+    """Render the prompt of a conversation."""
     async with request.service.models.use(request.body.model) as model:
         prompt = await request.service.in_thread(_chat_prompt, request, model.session)
         return HttpResponse({"prompt": await request.service.in_thread(prompt.text)})

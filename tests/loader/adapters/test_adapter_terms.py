@@ -34,7 +34,9 @@ def last_logprobs(llm: LLM, adapter: str | None) -> np.ndarray:
         ("bloom", ("query_key_value",)),
     ],
 )
-def test_beside_is_as_merged(golden: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapter_slots_equal_merged_weights(
+    golden: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     """In the fused tensor, in whose own order of rows the adapter is."""
     base = GOLDENS / golden
     turned = golden == "gpt2"
@@ -83,11 +85,11 @@ def test_codes_and_factors() -> None:
     found = stacked({"q": term}, 1, before, "poet")
     assert all((each[0] == 1).all() for each in found.values())
     factors = found["q.lora_factors"][1]
-    for side, wanted in enumerate((term.a, term.b.T)):
+    for side, reference in enumerate((term.a, term.b.T)):
         codes = found[f"q.lora_{'ab'[side]}"][1]
         assert not codes[3].any()
         assert np.abs(codes[0]).max() == 127
-        error = np.abs(codes[:3] * factors[side, :3, None] - wanted)
+        error = np.abs(codes[:3] * factors[side, :3, None] - reference)
         assert (error <= 0.501 * factors[side, :3, None] + 1e-43).all()
 
 
@@ -102,7 +104,9 @@ def test_codes_and_factors() -> None:
         ("float32", 1e6, None),
     ],
 )
-def test_numbers_that_are_too_large(dtype: str, factor: float, helps: str | None) -> None:
+def test_terms_too_large_for_the_dtype_are_refused(
+    dtype: str, factor: float, helps: str | None
+) -> None:
     """Each error says what helps, which then does."""
     b = np.ones((24, 2), np.float32) * np.float32(factor)
     before = {f"q.lora_{side}": np.zeros((2, 4, n), dtype) for side, n in (("a", 40), ("b", 24))}
@@ -114,7 +118,7 @@ def test_numbers_that_are_too_large(dtype: str, factor: float, helps: str | None
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, 3e38])
-def test_numbers_that_are_not_there(number: float, tmp_path: Path) -> None:
+def test_nonfinite_terms_are_refused(number: float, tmp_path: Path) -> None:
     """Not finite in the file: no setting helps; nor where they become so by its scale."""
     path = write_adapter(tmp_path / "poet", 2, 1, lora_alpha=64)
     file = path / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""Damaged LoRA adapters: user errors only, whatever is missing, cut, or of another type."""
+"""Damaged LoRA adapters: user errors only, for any missing, cut or mistyped part."""
 
 import json
 import shutil
@@ -115,14 +115,14 @@ def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
 
     @fuzz_settings(examples)
     @given(st.sampled_from(range(len(seeds))), EDITS, SAID)
-    def run(which: int, edits: list[tuple[int, int, int]], said: dict[str, Any]) -> None:
+    def run(which: int, edits: list[tuple[int, int, int]], stated: dict[str, Any]) -> None:
         arrays, source = dict(seeds[which][0]), seeds[which][1]
         for edit in edits:
             if arrays:
                 damaged(arrays, *edit)
         stored = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         save_file(stored, folder / "adapter_model.safetensors")
-        config = json.loads((source / "adapter_config.json").read_text()) | said
+        config = json.loads((source / "adapter_config.json").read_text()) | stated
         (folder / "adapter_config.json").write_text(json.dumps(config))
         with np.errstate(all="ignore"):
             read(folder)
@@ -140,8 +140,8 @@ def test_damaged_bytes(tmp_path: Path, examples: int) -> None:
 
     @fuzz_settings(examples)
     @given(mutations(config), mutations(gguf.read_bytes()))
-    def run(said: bytes, whole: bytes) -> None:
-        (folder / "adapter_config.json").write_bytes(said)
+    def run(stated: bytes, whole: bytes) -> None:
+        (folder / "adapter_config.json").write_bytes(stated)
         (tmp_path / "b.gguf").write_bytes(whole)
         with np.errstate(all="ignore"):
             read(folder)

@@ -38,24 +38,24 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(model.names, load_weights.load(plan), strict=True))
 
 
-def check_equal(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_equal(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     """Asserts that parameters are the same, bit for bit, and shared alike."""
-    assert ours.keys() == wanted.keys()
+    assert ours.keys() == expected.keys()
     for name, leaf in ours.items():
-        assert str(jax.tree.structure(leaf)) == str(jax.tree.structure(wanted[name])), name
-        for a, b in zip(jax.tree.leaves(leaf), jax.tree.leaves(wanted[name]), strict=True):
+        assert str(jax.tree.structure(leaf)) == str(jax.tree.structure(expected[name])), name
+        for a, b in zip(jax.tree.leaves(leaf), jax.tree.leaves(expected[name]), strict=True):
             assert a.dtype == b.dtype
             assert np.array_equal(a, b), name
-    assert len({id(leaf) for leaf in ours.values()}) == len({id(w) for w in wanted.values()})
+    assert len({id(leaf) for leaf in ours.values()}) == len({id(w) for w in expected.values()})
 
 
 def in_metadata(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     """Damage to one table in a header's metadata, for whoever reads and writes the header."""
 
     def apply(header: dict[str, Any]) -> None:
-        said = header["__metadata__"]
-        table = json.loads(said[key])
+        stated = header["__metadata__"]
+        table = json.loads(stated[key])
         change(table)
-        said[key] = json.dumps(table)
+        stated[key] = json.dumps(table)
 
     return apply

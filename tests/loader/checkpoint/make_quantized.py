@@ -126,8 +126,8 @@ def bitsandbytes(bases: Path, out: Path) -> None:
         "bitsandbytes_nf4_nested": ("llama", {**nf4, "bnb_4bit_use_double_quant": True}),
         "bitsandbytes_int8": ("llama", {"load_in_8bit": True}),
     }
-    for name, (base, said) in cases.items():
-        config = BitsAndBytesConfig(load_in_4bit="load_in_8bit" not in said, **said)
+    for name, (base, stated) in cases.items():
+        config = BitsAndBytesConfig(load_in_4bit="load_in_8bit" not in stated, **stated)
         model = AutoModelForCausalLM.from_pretrained(
             bases / base, quantization_config=config, dtype=torch.float16, device_map="cpu"
         )
@@ -146,10 +146,10 @@ def hqq(bases: Path, out: Path) -> None:
         "hqq_3": ("llama", {"nbits": 3, "group_size": 64, "axis": 1}),
         "hqq_2_axis0": ("llama", {"nbits": 2, "group_size": 32, "axis": 0}),
     }
-    for name, (base, said) in cases.items():
+    for name, (base, stated) in cases.items():
         model = AutoModelForCausalLM.from_pretrained(bases / base, dtype=torch.float16)
         AutoHQQHFModel.quantize_model(
-            model, BaseQuantizeConfig(**said), compute_dtype=torch.float32, device="cpu"
+            model, BaseQuantizeConfig(**stated), compute_dtype=torch.float32, device="cpu"
         )
         AutoHQQHFModel.save_to_safetensors(model, str(out / name))
         modules = [(n, m) for n, m in model.named_modules() if type(m).__name__ == "HQQLinear"]
@@ -175,8 +175,8 @@ def mlx(bases: Path, out: Path) -> None:
                 numbers = [module.scales, module.get("biases")]
                 if module.mode == "affine":  # in the type of these
                     numbers = [each.astype(mx.float32) for each in numbers]
-                said = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-                values = mx.dequantize(module.weight, *numbers, **said)
+                stated = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+                values = mx.dequantize(module.weight, *numbers, **stated)
                 yield name, np.array(values.astype(mx.float32))
 
     mx.set_default_device(mx.cpu)
@@ -308,8 +308,8 @@ def gptqmodel(bases: Path, out: Path) -> None:
         "gptqmodel_mixtral": ("mixtral", {"bits": 4, "sym": True}),
     }
     texts = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in CALIBRATION]
-    for name, (base, said) in cases.items():
-        config = QuantizeConfig(**{"group_size": 32, "desc_act": False, "device": "cpu", **said})
+    for name, (base, stated) in cases.items():
+        config = QuantizeConfig(**{"group_size": 32, "desc_act": False, "device": "cpu", **stated})
         model = GPTQModel.load(str(bases / base), config, dtype=torch.float16)
         model.quantize(texts, batch_size=1)
         model.save(str(out / name))
@@ -325,13 +325,13 @@ def auto_round(bases: Path, out: Path) -> None:
         "auto_round_2": ("auto_round", {"scheme": "W2A16", "group_size": 32}),
         "auto_round_awq": ("auto_awq", {"scheme": "W4A16", "group_size": 32, "sym": False}),
     }
-    for name, (format, said) in cases.items():
+    for name, (format, stated) in cases.items():
         base = bases / "llama"
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float16)
         texts = list(torch.tensor(CALIBRATION))
         quantizer = AutoRound(
             model, AutoTokenizer.from_pretrained(base), iters=0, dataset=texts,
-            nsamples=len(texts), seqlen=64, device_map="cpu", disable_opt_rtn=True, **said,
+            nsamples=len(texts), seqlen=64, device_map="cpu", disable_opt_rtn=True, **stated,
         )  # fmt: skip
         quantizer.quantize_and_save(str(out / name), format=format)
         (written,) = (out / name).iterdir()
@@ -344,10 +344,10 @@ def autoawq(bases: Path, out: Path) -> None:
 
     base, name = str(bases / "llama_mha"), "autoawq_4"
     model = AutoAWQForCausalLM.from_pretrained(base, device_map="cpu")
-    said = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    stated = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     texts = [" ".join(map(str, ids)) for ids in CALIBRATION]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model.quantize(tokenizer, quant_config=said, calib_data=texts, max_calib_seq_len=128)
+    model.quantize(tokenizer, quant_config=stated, calib_data=texts, max_calib_seq_len=128)
     model.save_quantized(str(out / name))
     keep(Path(base), name, out / name, packed_outputs_last(out / name))
 

@@ -40,8 +40,8 @@ class Case:
 
 
 def _torchao(kind: str, **data: Any) -> dict[str, Any]:
-    said = {"_type": kind, "_data": data}
-    return {"config": {"quant_method": "torchao"}, "metadata": json.dumps(said)}
+    stated = {"_type": kind, "_data": data}
+    return {"config": {"quant_method": "torchao"}, "metadata": json.dumps(stated)}
 
 
 def _int_of(bits: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Damaged quantized checkpoints: user errors only, whatever is missing, cut, or of another type."""
+"""Damaged quantized checkpoints: user errors only, for any missing, cut or mistyped part."""
 
 from functools import cache
 from pathlib import Path
@@ -64,18 +64,18 @@ SAID = st.dictionaries(st.sampled_from(KEYS), st.sampled_from(ODD), max_size=2)
 def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
     @fuzz_settings(examples)
     @given(st.sampled_from(sorted(CASES)), EDITS, SAID | st.just({}))
-    def run(name: str, edits: list[tuple[int, int, int]], said: dict[str, Any]) -> None:
+    def run(name: str, edits: list[tuple[int, int, int]], stated: dict[str, Any]) -> None:
         arrays = dict(seed(name))
         for edit in edits:
             if arrays:
                 damaged(arrays, *edit)
         stored = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
         text = CASES[name].metadata
-        if said and text:  # that is damaged, too
+        if stated and text:  # that is damaged, too
             text = text.replace("_type", "_data") if len(edits) > 1 else text[: len(edits) * 20]
         metadata = {"m.0.weight": text} if text else None
         save_file(stored, tmp_path / "model.safetensors", metadata)
-        settings = QuantSettings({**CASES[name].config, **said}, tmp_path / "config.json")
+        settings = QuantSettings({**CASES[name].config, **stated}, tmp_path / "config.json")
         try:
             checkpoint = decode_quantized(open_checkpoint(tmp_path), settings)
             for tensor in checkpoint.tensors.values():

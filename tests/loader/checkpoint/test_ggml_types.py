@@ -38,8 +38,8 @@ def test_golden_blocks(goldens: Path) -> None:
     folder = goldens / "gguf_quants"
     types = json.loads((folder / "meta.json").read_text())["types"]
     with np.load(folder / "expected.npz") as arrays:
-        for name, told in types.items():
-            size = (told["ggml_type"], told["block_values"], told["block_bytes"])
+        for name, shown in types.items():
+            size = (shown["ggml_type"], shown["block_values"], shown["block_bytes"])
             assert ggml_types.BLOCKS[name] == ggml_types.Block(name, *size)
             expected = arrays[f"{name}_f32"]
             decoded = ggml_types.decode(name, arrays[f"{name}_raw"].reshape(-1), expected.shape)
@@ -114,7 +114,7 @@ def test_big_endian_blocks(name: str) -> None:
     np.testing.assert_array_equal(swapped, expected.reshape(-1))
 
 
-def test_scale_fields_are_those_that_scale() -> None:
+def test_scale_fields_scale_the_values() -> None:
     """Doubling every float16 field named for the byte swap doubles every value."""
     for name, offsets in ggml_types._HALVES.items():
         if not offsets:

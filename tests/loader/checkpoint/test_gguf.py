@@ -22,7 +22,7 @@ F32, Q4_0 = 0, 2
 
 @dataclass(frozen=True)
 class Info:
-    """A tensor's description as it stands in a file: dimensions innermost first."""
+    """A tensor's description in a file: dimensions innermost first."""
 
     name: bytes
     dims: Sequence[int]
@@ -131,7 +131,7 @@ def test_arrays_of_arrays(write: Write) -> None:
     assert open_gguf(write(small_file())).metadata["nested"] == [[1, 2], [True]]
 
 
-def test_text_that_is_not_utf8_can_be_had_back(write: Write) -> None:
+def test_text_that_is_not_utf8_is_restored(write: Write) -> None:
     tokens = [b"\xff", b"ok", b"\xe2\x96", bytes(range(256))]
     items = b"".join(text(token) for token in tokens)
     data = build([pair(b"\xfekey", ARRAY, array(STRING, len(tokens), items))])
@@ -333,7 +333,7 @@ def split_pairs(count: int, total: int) -> list[bytes]:
     return [pair(key, 11, struct.pack("<q", value)) for key, value in numbers.items()]
 
 
-def test_split_numbers_that_lie(write: Write) -> None:
+def test_wrong_split_numbers(write: Write) -> None:
     name = "m-00001-of-00002.gguf"
     write(
         build([pair(b"split.count", 2, b"\2\0"), pair(b"split.no", 2, b"\1\0")]),

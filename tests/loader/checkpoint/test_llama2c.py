@@ -83,7 +83,7 @@ def save(tmp_path: Path, data: bytes) -> Path:
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 @pytest.mark.parametrize("shared", [True, False])
-def test_reads_what_was_written(tmp_path: Path, version: int, shared: bool) -> None:
+def test_written_file_is_read_back(tmp_path: Path, version: int, shared: bool) -> None:
     data, expected = build(TINY, version, shared)
     checkpoint = open_checkpoint(save(tmp_path, data))
     assert checkpoint.format == "llama2c"

@@ -1,4 +1,4 @@
-"""Converted checkpoints: what was written is what is loaded, without a copy; damage is told."""
+"""Native checkpoints: loaded as written, without a copy; damage is an error of one line."""
 
 import json
 import shutil
@@ -54,15 +54,15 @@ from tests.loader.checkpoint.converting import (
         ("deepseek_v2", {"weights": "q4", **SMALL}),
     ],
 )
-def test_what_is_loaded_is_what_the_source_gives(
+def test_converted_checkpoint_equals_its_source(
     source: str, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     path, out = GOLDENS / source, tmp_path / "out"
     convert(str(path), out, {"quantization": quantization})
-    wanted = leaves(path, **quantization)
-    check_equal(leaves(out), wanted)
-    check_equal(leaves(out / "spec.toml"), wanted)
-    kinds = {type(leaf) for leaf in wanted.values()}
+    expected = leaves(path, **quantization)
+    check_equal(leaves(out), expected)
+    check_equal(leaves(out / "spec.toml"), expected)
+    kinds = {type(leaf) for leaf in expected.values()}
     assert kinds & {QuantizedTensor, OutlierTensor} or not quantization
 
 
@@ -92,9 +92,9 @@ def test_a_gpu_may_want_other_columns(
 
 def test_logits_are_the_same(tmp_path: Path) -> None:
     convert(str(MODEL), tmp_path / "out", {"quantization": {"weights": "q3.5", **SMALL}})
-    wanted = LLM(MODEL, quantization={"weights": "q3.5", **SMALL})
+    expected = LLM(MODEL, quantization={"weights": "q3.5", **SMALL})
     ours = LLM(tmp_path / "out")
-    assert np.array_equal(ours.logits([IDS])[0], wanted.logits([IDS])[0])
+    assert np.array_equal(ours.logits([IDS])[0], expected.logits([IDS])[0])
 
 
 def test_files_of_a_large_model(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_in_a_line(kind: str, converted: Path, tmp_path: Path) -> None:
+def test_damage_is_one_line(kind: str, converted: Path, tmp_path: Path) -> None:
     change, error, words = DAMAGE[kind]
     out = tmp_path / "out"
     shutil.copytree(converted, out)

@@ -91,7 +91,7 @@ def test_empty_file(tmp_path: Path, suffix: str) -> None:
         open_checkpoint(path)
 
 
-def test_what_is_not_a_file(tmp_path: Path) -> None:
+def test_path_that_is_no_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, reason in (
@@ -113,7 +113,7 @@ def test_single_files_in_folders(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).format == "pickle"
 
 
-def test_what_lies_beside_weights_is_ignored(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"):
         (tmp_path / name).write_bytes(b"not weights")
     (tmp_path / "rng_state_0.pth").write_bytes(b"not weights")
@@ -180,7 +180,7 @@ def test_two_sets_are_ambiguous(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_error_of_an_empty_folder_lists_searched_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json.*pytorch_model"):
         open_checkpoint(tmp_path)

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
         ("llama2c_v0_tied/model.bin", {"weights": "q8", **SMALL}),
     ],
 )
-def test_what_is_loaded_is_what_the_source_gives(
+def test_converted_checkpoint_equals_its_source(
     source: str, quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -55,8 +55,8 @@ def test_logits_are_those_of_the_other_files(quantization: dict[str, Any], tmp_p
     tables = {"quantization": {**quantization, **SMALL}}
     convert(str(MODEL), tmp_path / "files", tables)
     convert(str(MODEL), tmp_path / "orbax", tables, orbax=True)
-    wanted = LLM(tmp_path / "files").logits([IDS])[0]
-    assert np.array_equal(LLM(tmp_path / "orbax").logits([IDS])[0], wanted)
+    expected = LLM(tmp_path / "files").logits([IDS])[0]
+    assert np.array_equal(LLM(tmp_path / "orbax").logits([IDS])[0], expected)
 
 
 def test_large_models_are_written_in_pieces(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_large_models_are_written_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_plain_parameters_become_what_is_asked_for(dtype: str, tmp_path: Path) -> None:
+def test_plain_parameters_are_cast_to_the_requested_dtype(dtype: str, tmp_path: Path) -> None:
     tables = {"quantization": {"weights": "plain"}}
     convert(str(MODEL), tmp_path / "files", tables)
     convert(str(MODEL), tmp_path / "orbax", tables, orbax=True)
@@ -176,7 +176,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
 )
 @example({"a.words": (DTYPES["U32"], [5, 3, 2]), "none": (DTYPES["F32"], [3, 0])}, 0)
 def test_arrays_of_any_kind(kinds: dict[str, tuple[np.dtype, list[int]]], seed: int) -> None:
-    """All bits come back, whatever they mean; one array can be had without the others."""
+    """All bits come back; an array can be restored without the others."""
     rng = np.random.default_rng(seed)
     arrays = {
         name: np.frombuffer(rng.bytes(prod(shape) * dtype.itemsize), dtype).reshape(shape)
@@ -185,10 +185,10 @@ def test_arrays_of_any_kind(kinds: dict[str, tuple[np.dtype, list[int]]], seed: 
     assume(any(array.size for array in arrays.values()))
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_orbax(write(Path(folder) / "out", arrays))
-        wanted = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays.items()}
-        ours = restore(checkpoint, wanted)
+        expected = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays.items()}
+        ours = restore(checkpoint, expected)
         last = list(arrays)[-1]
-        alone = restore(checkpoint, {last: wanted[last]})
+        alone = restore(checkpoint, {last: expected[last]})
     assert ours.keys() == arrays.keys()
     assert alone.keys() == {last}
     for name, array in [*ours.items(), *alone.items()]:

@@ -1,4 +1,4 @@
-"""Converted checkpoints in Orbax's folders: damage is told in a line."""
+"""Converted checkpoints in Orbax's folders: damage is an error of one line."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_in_a_line(kind: str, converted: Path, tmp_path: Path) -> None:
+def test_damage_is_one_line(kind: str, converted: Path, tmp_path: Path) -> None:
     change, error, words = DAMAGE[kind]
     out = tmp_path / "out"
     shutil.copytree(converted, out)
@@ -167,7 +167,7 @@ def test_files_that_are_changed(name: str, converted: Path, tmp_path: Path) -> N
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_what_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its errors become one line; of some, it only says that it has found nothing."""
     api = orbax_api(converted)
 

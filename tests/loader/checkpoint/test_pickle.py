@@ -56,9 +56,9 @@ def open_bytes(tmp_path: Path, data: bytes) -> Checkpoint:
     return open_checkpoint(path)
 
 
-def assert_same(checkpoint: Checkpoint, wanted: dict[str, Any]) -> None:
-    assert checkpoint.tensors.keys() == wanted.keys()
-    for label, (kind, shape, raw) in wanted.items():
+def assert_same(checkpoint: Checkpoint, reference: dict[str, Any]) -> None:
+    assert checkpoint.tensors.keys() == reference.keys()
+    for label, (kind, shape, raw) in reference.items():
         found = checkpoint.tensors[label]
         assert (found.type, found.shape, found.nbytes) == (kind, shape, len(raw)), label
         assert found.raw().tobytes() == raw, label
@@ -82,9 +82,9 @@ def rewritten(file: str, changes: dict[str, bytes], method: int = zipfile.ZIP_ST
 def test_every_type_and_view(file: str) -> None:
     checkpoint = open_checkpoint(DATA / file)
     assert checkpoint.format == "pickle"
-    wanted = {k: v for k, v in expected().items() if not k.startswith("trained.")}
-    assert len(wanted) == 33
-    assert_same(checkpoint, wanted)
+    reference = {k: v for k, v in expected().items() if not k.startswith("trained.")}
+    assert len(reference) == 33
+    assert_same(checkpoint, reference)
 
 
 def test_types_are_numpys() -> None:
@@ -156,7 +156,7 @@ def test_transposed(tmp_path: Path, kind: str) -> None:
     ],
     ids=repr,
 )
-def test_what_training_keeps_beside_weights(tmp_path: Path, protocol: int, value: object) -> None:
+def test_training_state_next_to_weights(tmp_path: Path, protocol: int, value: object) -> None:
     """Read past, and never made."""
     beside = pickle.dumps(value, protocol)[2:-1]
     body = dict_of(args=beside, model=dict_of(w=tensor(storage())))
@@ -175,8 +175,8 @@ def test_a_dict_of_lightning(tmp_path: Path) -> None:
 
 def test_compressed_archive(tmp_path: Path) -> None:
     data = rewritten("zip.pt", {}, zipfile.ZIP_DEFLATED)
-    wanted = {k: v for k, v in expected().items() if not k.startswith("trained.")}
-    assert_same(open_bytes(tmp_path, data), wanted)
+    reference = {k: v for k, v in expected().items() if not k.startswith("trained.")}
+    assert_same(open_bytes(tmp_path, data), reference)
 
 
 @pytest.mark.parametrize("kind", ["<f4", "<c16", "<i2"])

@@ -62,7 +62,7 @@ class Attack:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("container", [zip_file, legacy_file])
 @pytest.mark.parametrize(
-    ("function", "asked"),
+    ("function", "requested"),
     [
         (os.system, r"(posix|nt)\.system"),
         (eval, r"(__builtin__|builtins)\.eval"),
@@ -77,10 +77,10 @@ def test_calls(
     protocol: int,
     container: Callable[[bytes], bytes],
     function: Callable[..., Any],
-    asked: str,
+    requested: str,
 ) -> None:
     attack = pickle.dumps({"w": Attack(function, f"touch {marker}")}, protocol)
-    error = refuse(tmp_path, container(attack[2:-1]), f"refuses to run {asked} ")
+    error = refuse(tmp_path, container(attack[2:-1]), f"refuses to run {requested} ")
     assert error.offset is not None
     assert not marker.exists()
 
@@ -336,6 +336,6 @@ def test_colliding_keys_are_no_slower(tmp_path: Path) -> None:
     assert time.process_time() - start < 5  # a dict takes minutes
 
 
-def test_what_to_do_about_tensors_of_a_quantizer(tmp_path: Path) -> None:
+def test_advice_for_tensors_of_a_quantizer(tmp_path: Path) -> None:
     body = b"ctorch._utils\n_rebuild_wrapper_subclass\n"
     refuse(tmp_path, zip_file(dict_of(w=body)), r"a quantizer's own class.*save the model with saf")

@@ -11,7 +11,7 @@ from jinfer.loader.checkpoint import Checkpoint, CheckpointError, open_checkpoin
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
 from jinfer.loader.weights.grouped_blocks import grouped_format, grouped_tensor
-from jinfer.modelspec.quant_format import parse_format
+from jinfer.quant_format import parse_format
 
 from .quantized_cases import CASES, Case
 
@@ -37,13 +37,13 @@ def stored(case: Case, seed: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
-    """Decoded they are exact; kept in their bits they are so within the error that is told."""
+def test_weights_equal_the_layouts_definition(tmp_path: Path, name: str) -> None:
+    """Decoded values are exact; kept codes are exact within the reported error."""
     case = CASES[name]
     arrays, weights = stored(case)
     others = {"model.norm.weight": np.ones(4), f"{MODULE}.bias": np.ones(2)}
-    said = case.metadata_of(MODULE)
-    tensors = opened(tmp_path, arrays | others, case.config, said).tensors
+    stated = case.metadata_of(MODULE)
+    tensors = opened(tmp_path, arrays | others, case.config, stated).tensors
     assert set(tensors) == {*others, f"{MODULE}.weight"}
     tensor = tensors[f"{MODULE}.weight"]
     values = tensor.read()
@@ -90,19 +90,19 @@ def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
         assert 8 * kept.nbytes == OUTPUTS * INPUTS * parse_format(format).bits_per_weight
 
 
-def test_what_torchao_and_quanto_write_and_nobody_reads(tmp_path: Path) -> None:
+def test_unsupported_torchao_and_quanto_tensors_are_refused(tmp_path: Path) -> None:
     torchao, quanto = {"quant_method": "torchao"}, None
     arrays, _ = stored(CASES["torchao_int4"])
     scaled = arrays | {f"{MODULE}._weight_act_pre_scale": np.ones(4)}
     packed = {f"{MODULE}.weight._data._data": np.zeros((4, 4), np.uint8)}
     tiled = {f"{MODULE}.weight": '{"_type": "Int4TilePackedTo4dTensor"}'}
-    said = CASES["torchao_int4"].metadata_of(MODULE)
+    stated = CASES["torchao_int4"].metadata_of(MODULE)
     odd = {f"{MODULE}.weight": '{"_type": "IntxUnpackedToInt8Tensor", "_data": {}}'}
     for tensors, config, metadata, reason in (
         (arrays, torchao, None, "__metadata__ does not say of what class weight is"),
         (arrays, torchao, tiled, f"torchao, with {MODULE}.weight as Int4TilePackedTo4dTensor"),
         (arrays, torchao, odd, "its target_dtype is None: not read"),
-        (scaled, torchao, said, "scales of activations are not read"),
+        (scaled, torchao, stated, "scales of activations are not read"),
         (packed, quanto, None, "quanto's 4 and 2 bits do not say their matrix's shape, and are"),
     ):
         with pytest.raises(CheckpointError) as caught:

@@ -27,17 +27,17 @@ def expected(name: str) -> tuple[list[list[int]], np.ndarray]:
 
 @pytest.mark.parametrize("name", REST)
 def test_weights(name: str) -> None:
-    (ids,), wanted = expected(name)
+    (ids,), target = expected(name)
     stored = open_model(QUANTIZED / name, {}).checkpoint.tensors.items()
     tensors = {each: tensor.read().astype(np.float64) for each, tensor in stored}
     kv_heads = len(tensors["model.layers.0.self_attn.k_proj.weight"]) // 16
     model = Llama(1, 4, kv_heads, rope_frequencies(16), eps=1e-6)
-    np.testing.assert_allclose(model.logits(tensors, ids), wanted, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(model.logits(tensors, ids), target, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", [*COMPILED, "mlx_mxfp8", "llmcompressor_fp8_dynamic"])
 def test_models(name: str) -> None:
     """Sorted inputs, experts by the names that they have there, and FP8 in blocks and rows."""
-    ids, wanted = expected(name)
+    ids, target = expected(name)
     with LLM(QUANTIZED / name, dtype="float32") as llm:
-        np.testing.assert_allclose(llm.logits(ids)[0], wanted, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(llm.logits(ids)[0], target, rtol=0, atol=2e-4)

@@ -148,7 +148,9 @@ HEADERS = {
 
 
 @pytest.mark.parametrize(("header", "data", "reason"), HEADERS.values(), ids=HEADERS)
-def test_header_that_lies(tmp_path: Path, header: Any, data: bytes, reason: str) -> None:
+def test_header_that_disagrees_with_the_file(
+    tmp_path: Path, header: Any, data: bytes, reason: str
+) -> None:
     path = save(tmp_path, header, data)
     start = time.process_time()
     with pytest.raises(CheckpointError, match=reason) as caught:
@@ -168,7 +170,7 @@ def test_header_that_lies(tmp_path: Path, header: Any, data: bytes, reason: str)
         (0, "start with '{'"),
     ],
 )
-def test_header_length_that_lies(tmp_path: Path, length: int, reason: str) -> None:
+def test_wrong_header_length(tmp_path: Path, length: int, reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         open_safetensors(save(tmp_path, b"{}", length=length))
 

@@ -77,10 +77,10 @@ def test_every_fp8_value(tmp_path: Path) -> None:
     scale = np.array([[0.75]], np.float32)
     arrays = {"x.weight": codes.view(FP8), "x.weight_scale_inv": scale}
     got = decoded(tmp_path, arrays, (128, 128))
-    wanted = to_float32([[0.75 * e4m3(int(code)) for code in row] for row in codes])
+    expected = to_float32([[0.75 * e4m3(int(code)) for code in row] for row in codes])
     assert list(got) == ["x.weight"]
     assert got["x.weight"].dtype == np.float32
-    np.testing.assert_array_equal(got["x.weight"], wanted)
+    np.testing.assert_array_equal(got["x.weight"], expected)
     np.testing.assert_array_equal(np.signbit(got["x.weight"]), codes > 127)  # also of zeros
 
 
@@ -103,12 +103,12 @@ def test_fp8_blocks(tmp_path: Path, shape: tuple[int, ...], block: Block, scale_
     factors = np.random.default_rng(1).uniform(0.1, 2, (*shape[:-2], *counts))
     scales: np.ndarray = factors.astype(scale_type)
     got = decoded(tmp_path, {"x": codes.view(FP8), "x_scale_inv": scales}, block)["x"]
-    wanted = np.empty(shape, np.float32)
+    expected = np.empty(shape, np.float32)
     for *outer, row, column in np.ndindex(*shape):
         scale = scales[(*outer, row // block[0], column // block[1])]
         value = e4m3(int(codes[(*outer, row, column)]))
-        wanted[(*outer, row, column)] = np.float32(value) * np.float32(scale)
-    np.testing.assert_array_equal(got, wanted)
+        expected[(*outer, row, column)] = np.float32(value) * np.float32(scale)
+    np.testing.assert_array_equal(got, expected)
 
 
 # MXFP4.
@@ -122,14 +122,14 @@ def test_every_mxfp4_value_with_every_exponent(tmp_path: Path) -> None:
     scales = np.arange(256, dtype=np.uint8)[:, None]
     got = decoded(tmp_path, {"x_blocks": blocks, "x_scales": scales})
     assert list(got) == ["x_blocks"]
-    wanted = [
+    expected = [
         [e2m1(int(c)) * e8m0(i) for pair in zip(codes[i], others[i], strict=True) for c in pair]
         for i in range(256)
     ]
     values = got["x_blocks"]
     assert values.shape == (256, 32)
     assert values.dtype == np.float32
-    np.testing.assert_array_equal(values, to_float32(wanted))
+    np.testing.assert_array_equal(values, to_float32(expected))
     assert np.isnan(values[255]).all()
     signs = [[(c >> 3) & 1 for p in zip(codes[0], others[0], strict=True) for c in p]]
     np.testing.assert_array_equal(np.signbit(values[:1]), signs)  # also of zeros
@@ -163,7 +163,7 @@ def test_other_tensors_stay_as_they_are(tmp_path: Path) -> None:
     assert decode_scaled(checkpoint, None) == checkpoint
 
 
-def test_what_a_decoded_tensor_says_of_itself(tmp_path: Path) -> None:
+def test_fields_of_a_decoded_tensor(tmp_path: Path) -> None:
     """Type and bytes are those of the file."""
     arrays = {
         "x": bytes_of(8, 8).view(FP8),

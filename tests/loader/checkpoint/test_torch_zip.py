@@ -20,7 +20,7 @@ def test_inflating_storage_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path, data, "inflates more than")
 
 
-def test_inflated_size_must_be_what_it_claims(tmp_path: Path) -> None:
+def test_inflated_size_must_equal_the_claimed_size(tmp_path: Path) -> None:
     """A directory that claims less than a stream inflates to."""
     body = dict_of(w=tensor(storage()))
     data = bytearray(zip_file(body, {"0": bytes(range(24)) * 40}, method=zipfile.ZIP_DEFLATED))

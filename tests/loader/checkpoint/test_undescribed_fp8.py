@@ -31,8 +31,8 @@ def test_one_scale_or_one_of_each_row(tmp_path: Path, leaf: str, shape: tuple[in
     scales = scales_of(*shape)
     got = decoded(tmp_path, with_scales(leaf, scales))
     assert list(got) == ["norm.scale", "a.weight"]
-    wanted = NUMBERS.astype(np.float32) * scales.reshape(-1, 1)
-    np.testing.assert_array_equal(got["a.weight"], wanted)
+    expected = NUMBERS.astype(np.float32) * scales.reshape(-1, 1)
+    np.testing.assert_array_equal(got["a.weight"], expected)
 
 
 def test_scale_of_one_in_weight_scale_inv(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def tensor(name: str, values: np.ndarray) -> Tensor:
 
 
 def lazy(name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> Tensor:
-    """A tensor of float32 that is read when it is asked for."""
+    """A float32 tensor that is read lazily."""
     no_bytes = np.zeros(0, np.uint8)
     return Tensor(name, shape, "F32", 4 * int(np.prod(shape)), read, lambda: no_bytes)
 

@@ -48,7 +48,7 @@ def test_costs_are_the_divergence_of_such_errors() -> None:
         LayerwiseForward(of.model, of.stack), of.leaves.__getitem__, ids, kinds
     )
     taps = {name: record_inputs(of.leaves[name], "products") for name in fed}
-    wanted, size, rng = logits(walk, of.leaves | taps, together), 3e-3, np.random.default_rng(0)
+    expected, size, rng = logits(walk, of.leaves | taps, together), 3e-3, np.random.default_rng(0)
     for name, is_fed in kinds.items():
         found = []
         for _ in range(4):
@@ -57,7 +57,7 @@ def test_costs_are_the_divergence_of_such_errors() -> None:
                 error = fed_back(error, np.asarray(taps[name].inputs().mean, np.float64))
             other = of.leaves[name] + size * jnp.asarray(error, jnp.float32)
             given = logits(walk, of.leaves | {name: other}, together)
-            found.append(jnp.sum(jnp.exp(wanted) * (wanted - given), axis=-1).mean() / size**2)
+            found.append(jnp.sum(jnp.exp(expected) * (expected - given), axis=-1).mean() / size**2)
         assert costs[name] == pytest.approx(float(np.mean(found)), rel=0.25), name
 
 

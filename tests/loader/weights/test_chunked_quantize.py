@@ -43,7 +43,7 @@ def test_pieces_are_parts_of_the_whole(
     origins, shapes = find_origins(model, opened.checkpoint, spec.tensors), parameter_shapes(model)
     storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
     assert storages
-    most = 0
+    largest = 0
     for name, storage in storages.items():
         origin = origins[name]
         seen: list[np.ndarray] = []
@@ -60,10 +60,10 @@ def test_pieces_are_parts_of_the_whole(
 
         ours = quantized(model, origin, shapes, storage, inputs, watch)
         values = read_values(model, origin, shapes, np.float32)
-        wanted = storage.quantize(values, inputs)
-        assert str(jax.tree.structure(ours)) == str(jax.tree.structure(wanted))
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        expected = storage.quantize(values, inputs)
+        assert str(jax.tree.structure(ours)) == str(jax.tree.structure(expected))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             assert np.array_equal(a, b), name
         assert np.array_equal(np.concatenate(seen).reshape(values.shape), values)
-        most = max(most, len(seen))
-    assert most > 1
+        largest = max(largest, len(seen))
+    assert largest > 1

@@ -16,7 +16,7 @@ PAGES = ("engine", "serving", "sampling")  # which the model has not read
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("weights", "left"), [("q4", 0.4), ("q3", 0.25)])
-def test_most_of_what_a_search_loses_comes_back(
+def test_gptq_recovers_most_of_the_search_loss(
     weights: str, left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the perplexity that quantizing with a search adds, no more than a share is left."""

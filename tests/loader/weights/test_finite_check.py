@@ -86,22 +86,26 @@ def test_a_line_names_the_tensor_and_how_many(
 ) -> None:
     folder = changed(broken(DOWN))
     load(folder, dtype=dtype)
-    said = capsys.readouterr().err
-    assert said.startswith(f"jinfer: {folder}: {DOWN} has 3 numbers that are NaN or infinite: get")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(
+        f"jinfer: {folder}: {DOWN} has 3 numbers that are NaN or infinite: get"
+    )
+    assert output.count("\n") == 1
 
 
 def test_several_tensors_are_one_line(
     changed: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     load(changed(broken(DOWN, NORM)), dtype="float32")
-    said = capsys.readouterr().err
-    assert f"{NORM} has 3 numbers that are NaN or infinite, and so have 1 other parameters" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert (
+        f"{NORM} has 3 numbers that are NaN or infinite, and so have 1 other parameters" in output
+    )
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
-def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method: str) -> None:
+def test_nonfinite_weights_cannot_be_quantized(changed: Callable[..., Path], method: str) -> None:
     folder = changed(broken(DOWN))
     settings: dict[str, Any] = {"quantization.weights": "q4", "quantization.method": method}
     settings["quantization.threshold"] = 0
@@ -112,7 +116,7 @@ def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method
     assert text.endswith('[{ match = "decoder.1.ffn.down.weight", weights = "plain" }]')
 
 
-def test_the_advice_of_that_error_loads(
+def test_advice_of_the_nonfinite_error_loads(
     changed: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = [{"match": "decoder.1.ffn.down.weight", "weights": "plain"}]
@@ -132,8 +136,8 @@ def test_scales_of_gguf_blocks_that_are_kept(
     tensor.data.reshape(-1, 34)[2, :2] = np.array([np.nan], np.float16).view(np.uint8)
     reader.data.flush()
     load(path)
-    said = capsys.readouterr().err
-    assert f"{tensor.name} has 32 numbers that are NaN or infinite" in said
+    output = capsys.readouterr().err
+    assert f"{tensor.name} has 32 numbers that are NaN or infinite" in output
 
 
 def test_numbers_too_large_for_the_type_of_the_computation(
@@ -143,8 +147,8 @@ def test_numbers_too_large_for_the_type_of_the_computation(
         tensors[DOWN] = np.full_like(tensors[DOWN], 1e5, np.float32)
 
     load(changed(change), dtype="float16")
-    said = capsys.readouterr().err
-    assert "decoder.1.ffn.down.weight has numbers that are infinite in the type" in said
+    output = capsys.readouterr().err
+    assert "decoder.1.ffn.down.weight has numbers that are infinite in the type" in output
 
 
 def test_finite_weights_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,10 +169,10 @@ def test_fp8_without_scales_is_one_line(
 
     folder = changed(change)
     load(folder, dtype="float32")
-    said = capsys.readouterr().err
-    assert said.startswith(
+    output = capsys.readouterr().err
+    assert output.startswith(
         f"jinfer: {folder}: {len(largest)} tensors in {kind} have no scales, and"
     )
-    name = said.partition("are loaded without: ")[2].partition(" first, up to ")[0]
-    assert f" first, up to {largest[name]:g}; if they need scales, " in said
-    assert said.count("\n") == 1
+    name = output.partition("are loaded without: ")[2].partition(" first, up to ")[0]
+    assert f" first, up to {largest[name]:g}; if they need scales, " in output
+    assert output.count("\n") == 1

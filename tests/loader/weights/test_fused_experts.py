@@ -50,9 +50,9 @@ def test_fused_experts(tmp_path: Path, name: str) -> None:
     file = fused(GOLDENS / name)
     assert not any(".experts.0." in each for each in file)
     with np.load(GOLDENS / name / "expected.npz") as arrays:
-        asked, wanted = arrays["long_input_ids"][0].tolist(), arrays["long_logits"][0]
-    got = LLM(saved(tmp_path, name, file), dtype="float32").logits([asked])[0]
-    np.testing.assert_allclose(got[3::4], wanted, rtol=0, atol=TOLERANCE)
+        requested, expected = arrays["long_input_ids"][0].tolist(), arrays["long_logits"][0]
+    got = LLM(saved(tmp_path, name, file), dtype="float32").logits([requested])[0]
+    np.testing.assert_allclose(got[3::4], expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])

@@ -109,8 +109,8 @@ def test_golden_blocks(goldens: Path) -> None:
     types = json.loads((folder / "meta.json").read_text())["types"]
     assert set(KEPT) <= set(types)
     with np.load(folder / "expected.npz") as arrays:
-        for name, told in types.items():
-            shape = (told["blocks"], told["block_values"])
+        for name, shown in types.items():
+            shape = (shown["blocks"], shown["block_values"])
             read = tensor(name, arrays[f"{name}_raw"], shape)
             if name in KEPT:
                 assert_same(values(kept(read)), arrays[f"{name}_f32"])
@@ -119,7 +119,7 @@ def test_golden_blocks(goldens: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_any_bytes_mean_what_they_decode_to(name: str) -> None:
+def test_repacked_blocks_equal_decoded_blocks(name: str) -> None:
     block = ggml_types.BLOCKS[name].values
     wide = st.sampled_from([None, 8, 16, 32] if block == 256 else [None, 1, 4, 16, 32])
 

@@ -48,7 +48,7 @@ def stop(*_: Any, **__: Any) -> None:
     raise AssertionError("this is not to be done again")
 
 
-def test_the_second_start_maps_what_was_kept(
+def test_second_start_maps_the_cache_entry(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = leaves(MODEL, **FED)
@@ -66,7 +66,7 @@ def test_the_second_start_maps_what_was_kept(
     assert capsys.readouterr().err.count(ONCE) == 2  # of q2, which failed, and this one
 
 
-def test_a_search_is_said_to_be_one(cache: Path) -> None:
+def test_fallback_to_scale_search_is_reported(cache: Path) -> None:
     searched = leaves(MODEL, **Q3)
     check_equal(leaves(MODEL, **Q3, method="mse"), searched)
     nearest = leaves(MODEL, **Q3, method="rtn")
@@ -88,7 +88,7 @@ def test_a_search_is_said_to_be_one(cache: Path) -> None:
         (GOLDENS / "t5", "_memory", lambda *_: 0, "an encoder-decoder reads two texts at a time"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(
+def test_obstacle_to_gptq_is_one_line(
     source: Path,
     name: str,
     value: Any,
@@ -99,12 +99,12 @@ def test_what_cannot_be_is_said_in_a_line(
 ) -> None:
     monkeypatch.setattr(f"jinfer.loader.weights.plan_weights.{name}", value)
     found = LLM(source, quantization=FED)
-    said = capsys.readouterr().err
-    assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without GPTQ$", said)
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without GPTQ$", output)
+    assert output.count("\n") == 1
     searched = LLM(source, quantization=Q3)
-    ours, wanted = (jax.tree.leaves(each._engine.runner.parameters) for each in (found, searched))
-    assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    ours, expected = (jax.tree.leaves(each._engine.runner.parameters) for each in (found, searched))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert list(cache.iterdir()) == []
 
 
@@ -127,18 +127,18 @@ def test_auto_chooses_gptq_for_large_generators(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_nobody_waits_long_unasked(
+def test_automatic_gptq_has_a_time_limit(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
     monkeypatch.setitem(storage_plan.PER_WEIGHT, "gptq", 1.0)
     check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="mse"))
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert re.fullmatch(
         r"jinfer: GPTQ would take some \d+ minutes, once \(quantization\.method = "
         r'"gptq" requests it, "mse" avoids it\); weights are quantized without '
         r"GPTQ\n",
-        said,
+        output,
     )
     assert list(cache.iterdir()) == []
     leaves(MODEL, **FED)
@@ -157,15 +157,15 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_the_session_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Any]()
+    requested = list[Any]()
 
     def refuse(*given: Any) -> str:
-        asked.append(given[-1])
+        requested.append(given[-1])
         return "no"
 
     monkeypatch.setattr(quantized_cache, "obstacle", refuse)
     LLM(MODEL, quantization=FED)
-    (free,) = asked
+    (free,) = requested
     assert 0 < free <= free_memory() * 4
 
 

@@ -84,7 +84,7 @@ def test_the_walk_is_the_forward_pass(name: str) -> None:
     np.testing.assert_allclose(hidden, np.stack(llm.hidden(ids.tolist())), rtol=1e-5, atol=1e-5)
 
 
-def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
+def test_layers_are_quantized_for_outputs_of_quantized_layers() -> None:
     """Every matrix is what feedback makes of the products that a plain walk finds for it."""
     of = opened("llama2")
     storages, read = of.storages("q3"), texts(of)
@@ -101,9 +101,11 @@ def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
             walk.layer(number, plain | others, x, ids)
         for name in names:
             if name in storages:
-                wanted = storages[name].quantize(np.asarray(of.leaves[name]), plain[name].inputs())
-                assert isinstance(wanted, QuantizedTensor)
-                np.testing.assert_array_equal(found[name].words, wanted.words)
+                expected = storages[name].quantize(
+                    np.asarray(of.leaves[name]), plain[name].inputs()
+                )
+                assert isinstance(expected, QuantizedTensor)
+                np.testing.assert_array_equal(found[name].words, expected.words)
         after = {n: ours[n] for n in names} | others
         vectors = [walk.layer(number, after, x, ids) for x, ids in zip(vectors, read, strict=True)]
 
@@ -118,13 +120,13 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
     fed = dict(LayerwiseGPTQ(of.quantized(storages), read))
     llm = LLM(GOLDENS / name, dtype="float32", quantization={"weights": "plain"})
     (ids,) = texts(of, 1, seed=1)
-    wanted = np.stack(llm.hidden(ids.tolist()))
+    expected = np.stack(llm.hidden(ids.tolist()))
 
     def error(found: dict[str, Any]) -> float:
         each = (found[name] for name in of.model.names)
         plain = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in each]
         llm._engine.runner.parameters = tuple(jax.device_put(plain))
-        return float(np.square(np.stack(llm.hidden(ids.tolist())) - wanted).mean())
+        return float(np.square(np.stack(llm.hidden(ids.tolist())) - expected).mean())
 
     searched = {n: replace(s, method="mse") for n, s in storages.items()}
     loaded = dict(zip(of.model.names, read_all(of.quantized(searched)), strict=True))

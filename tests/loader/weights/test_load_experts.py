@@ -84,8 +84,8 @@ def test_one_tensor_per_expert(dtype: Any) -> None:
     params = parameters(abstract)
     loaded = load_file(abstract, checkpoint(mixture_file(params)), names)
     for name, values in zip(abstract.names, loaded, strict=True):
-        wanted = np.float32 if "norm" in name or "router" in name else dtype
-        assert np.array_equal(values, params[name].astype(wanted)), name
+        expected = np.float32 if "norm" in name or "router" in name else dtype
+        assert np.array_equal(values, params[name].astype(expected)), name
 
 
 def test_stacked_in_the_file() -> None:

@@ -13,7 +13,7 @@ from jinfer.modelspec.tensor_names import TensorMap, read_tensor_map
 from .loading import GROUPED, checkpoint, error_of, good, lazy, load_file, model
 
 
-def test_a_missing_tensor_is_told_with_the_nearest_name() -> None:
+def test_missing_tensor_error_names_the_nearest_tensor() -> None:
     file = good()
     file["layers.1.nrom.weight"] = file.pop("layers.1.norm.weight")
     assert error_of(file).startswith(
@@ -28,7 +28,7 @@ def test_a_missing_tensor_with_alternatives() -> None:
     assert error_of(file).startswith("no tensor final_norm.weight or norm.weight, which decoder.")
 
 
-def test_a_parameter_that_the_specification_does_not_name() -> None:
+def test_parameter_without_a_name_in_the_specification() -> None:
     abstract, names = model()
     entries = tuple(entry for entry in names.entries if entry[0] != "logits")
     with pytest.raises(LoadError, match=r"^made-up: .*\[tensors\] has no name for logits.weight"):
@@ -97,7 +97,7 @@ def test_a_tied_head_stored_under_an_unknown_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "wanted"),
+    ("name", "shape", "expected"),
     [
         ("embed_tokens.weight", (12, 9), "is [12, 9] for embed.weight, but the specification says"),
         ("norm.weight", (9, 1), "is [9, 1] for decoder.norm.weight, but the specification says"),
@@ -106,8 +106,8 @@ def test_a_tied_head_stored_under_an_unknown_name() -> None:
         ("layers.1.qkv.weight", (16, 4), "is [4, 4] for decoder.1.attn.k.weight"),
     ],
 )
-def test_a_wrong_shape(name: str, shape: tuple[int, ...], wanted: str) -> None:
-    assert f"{name} {wanted}" in error_of(good() | {name: np.zeros(shape, np.float32)})
+def test_a_wrong_shape(name: str, shape: tuple[int, ...], expected: str) -> None:
+    assert f"{name} {expected}" in error_of(good() | {name: np.zeros(shape, np.float32)})
 
 
 @pytest.mark.parametrize("shape", [(15, 8), (17, 8), ()])

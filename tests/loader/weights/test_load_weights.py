@@ -86,9 +86,9 @@ def test_types(source: Any, target: Any) -> None:
     params = {name: values.astype(source) for name, values in parameters(abstract).items()}
     loaded = load_file(abstract, checkpoint(stored(params)), names)
     for name, values in zip(abstract.names, loaded, strict=True):
-        wanted = np.float32 if "norm" in name else target
-        assert values.dtype == wanted
-        assert np.array_equal(values, params[name].astype(wanted)), name
+        expected = np.float32 if "norm" in name else target
+        assert values.dtype == expected
+        assert np.array_equal(values, params[name].astype(expected)), name
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -164,8 +164,8 @@ def test_rows_brought_to_length_one() -> None:
     arrays = load_file(abstract, checkpoint(stored(params)), tensors)
     loaded = dict(zip(abstract.names, arrays, strict=True))
     lengths = np.linalg.norm(params["logits.weight"].astype(np.float64), axis=1, keepdims=True)
-    wanted = params["logits.weight"] / np.where(lengths > 0, lengths, 1)
-    np.testing.assert_allclose(loaded["logits.weight"], wanted, rtol=1e-6)
+    expected = params["logits.weight"] / np.where(lengths > 0, lengths, 1)
+    np.testing.assert_allclose(loaded["logits.weight"], expected, rtol=1e-6)
     np.testing.assert_array_equal(loaded["embed.weight"], params["embed.weight"])
 
 

@@ -1,4 +1,4 @@
-"""How much memory loading takes at its peak, and a decode step beside weights and cache."""
+"""Peak memory of loading, and of a decode step in addition to weights and cache."""
 
 import importlib.util
 import subprocess
@@ -66,8 +66,8 @@ def test_loading_takes_little_more_than_the_file(shape: LlamaShape, tmp_path: Pa
         "converted": peak(out) - (out / "model.safetensors").stat().st_size,
     }
     assert max(peaks.values()) < MORE, peaks
-    asked = ("quantization.weights=q4", "quantization.method=mse")
-    quantized = peak(whole, *asked) - whole.stat().st_size
+    requested = ("quantization.weights=q4", "quantization.method=mse")
+    quantized = peak(whole, *requested) - whole.stat().st_size
     assert quantized < MORE + COMPILER
 
 

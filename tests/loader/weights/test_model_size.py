@@ -34,7 +34,7 @@ def spec_of(family: str, config: dict[str, Any], names: tuple[str, ...] = ()) ->
     return resolve(tables, str(path), facts(config, names), {})
 
 
-def test_what_layers_share_counts_once() -> None:
+def test_shared_parameters_count_once() -> None:
     albert = BERT | {"vocab_size": 30000, "embedding_size": 128, "type_vocab_size": 2}
     sizes = sizes_of(spec_of("albert", albert, ("pooler.weight",)))
     tables = (30000 + 512 + 2 + 2) * 128
@@ -53,7 +53,7 @@ def test_bits_of_a_weight() -> None:
 
 
 @pytest.mark.parametrize("bits", [bits for bits in WIDTHS if bits < 16])
-def test_a_width_takes_what_its_format_takes(bits: float) -> None:
+def test_bytes_of_a_width_equal_its_format(bits: float) -> None:
     keys = {"quantization.weights": f"q{bits:g}", "quantization.threshold": 0}
     opened = open_model(Path(__file__).parents[2] / "goldens" / "llama2", keys)
     model = build_abstract_model(opened.spec, "float16")

@@ -137,18 +137,18 @@ def test_factors_that_are_in_norms(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Large keys to which queries are no smaller; the layers are named where that is too much."""
-    for bias, most, warned in ((20.0, 2.0, False), (200.0, 20.0, True)):
+    for bias, largest, warned in ((20.0, 2.0, False), (200.0, 20.0, True)):
         caplog.clear()
         source = model(tmp_path / str(bias), 1.0, bias)
         exact = logprobs(source, "f32")
         assert not caplog.records
         error = np.abs(logprobs(source, "q8") - exact).mean()
-        said = [record.getMessage() for record in caplog.records]
-        assert [text.startswith(str(source)) for text in said] == [True] * warned
+        stated = [record.getMessage() for record in caplog.records]
+        assert [text.startswith(str(source)) for text in stated] == [True] * warned
         assert all(
-            "keeps the keys of decoder.0.attn, decoder.1.attn worse" in text for text in said
+            "keeps the keys of decoder.0.attn, decoder.1.attn worse" in text for text in stated
         )
-        assert error < most * 0.01
+        assert error < largest * 0.01
 
 
 def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
     changed = {name for name in of.names if (np.asarray(plain[name]) != whole[name]).any()}
     assert changed == {f"decoder.{i}.attn.{x}.weight" for i in range(2) for x in "qk"}
     name, rows = "decoder.1.attn.k.weight", range(32, 128)
-    wanted = dict.fromkeys(of.names) | {name: rows}
-    placed = dict(zip(of.names, load(own, lambda _, x: x, wanted), strict=True))
+    expected = dict.fromkeys(of.names) | {name: rows}
+    placed = dict(zip(of.names, load(own, lambda _, x: x, expected), strict=True))
     part = placed.pop(name)
     assert part.begin == 32
     np.testing.assert_array_equal(part.values, np.asarray(whole[name])[32:128])

@@ -64,7 +64,7 @@ def stop(*_: Any, **__: Any) -> None:
         ("gguf_llama_mixed", {"weights": "q2"}),
     ],
 )
-def test_the_second_start_maps_what_was_kept(
+def test_second_start_maps_the_cache_entry(
     name: str,
     keys: dict[str, Any],
     cache: Path,
@@ -72,23 +72,23 @@ def test_the_second_start_maps_what_was_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = plainly(GOLDENS / name, **Q4 | keys)
+    expected = plainly(GOLDENS / name, **Q4 | keys)
     assert not cache.exists()
-    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), expected)
     assert capsys.readouterr().err == f"{ONCE}{cache}\n"
     monkeypatch.setattr(quantized_cache, "read", stop)
-    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), expected)
     assert capsys.readouterr().err == ""
     with pytest.raises(AssertionError, match="not to be done again"):
         leaves(GOLDENS / name, **Q4 | keys | {"weights": "q5"})
 
 
 def test_a_damaged_entry_is_made_again(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = leaves(MODEL, **Q4)
+    expected = leaves(MODEL, **Q4)
     (found,) = cache.iterdir()
     (found / "model.safetensors").unlink()  # what is mapped stays as long as somebody knows it
     (found / "model.safetensors").write_bytes(b"")
-    check_equal(leaves(MODEL, **Q4), wanted)
+    check_equal(leaves(MODEL, **Q4), expected)
     assert capsys.readouterr().err == 2 * f"{ONCE}{cache}\n"
 
 
@@ -168,10 +168,10 @@ def test_a_disk_that_fills_up(
 
     monkeypatch.setattr(quantized_cache.EntryWriter, "finish", full)
     check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
-    said = capsys.readouterr().err
-    assert said.startswith(f"{ONCE}{cache}\njinfer: ")
-    assert said.endswith("No space left on device; weights are quantized at each start\n")
-    assert said.count("\n") == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"{ONCE}{cache}\njinfer: ")
+    assert output.endswith("No space left on device; weights are quantized at each start\n")
+    assert output.count("\n") == 2
     assert list(cache.iterdir()) == []
 
 
@@ -188,7 +188,7 @@ def test_where_feedback_would_take_too_long(
     check_equal(leaves(MODEL, **Q4 | {"method": "auto"}), first)
 
 
-def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
+def test_parameters_placed_one_by_one(cache: Path) -> None:
     keys = {f"quantization.{key}": value for key, value in Q4.items()}
     opened = open_model(GOLDENS / "gemma", {"dtype": "float32", **keys})
     model = build_abstract_model(opened.spec, "float32")
@@ -201,8 +201,10 @@ def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
     load(plan, put)
     assert len(list(cache.iterdir())) == 1
     for name, values in zip(model.names, load(plan), strict=True):
-        for ours, wanted in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
-            np.testing.assert_array_equal(ours, wanted)
+        for ours, expected in zip(
+            jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True
+        ):
+            np.testing.assert_array_equal(ours, expected)
 
 
 def test_key_depends_on_the_files_and_settings(tmp_path: Path) -> None:

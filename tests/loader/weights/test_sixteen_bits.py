@@ -17,10 +17,10 @@ from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.read_weights import read
 from jinfer.loader.weights.storage_plan import stored_types, with_types
 from jinfer.loader.weights.tensor_mapping import find_origins
-from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.ops.matmul import dense as storing
 from jinfer.quant import QuantizedTensor
+from jinfer.quant_format import F16_AS_INT
 from tests.cpu.helpers import BF16
 from tests.loader.weights import loading
 from tests.loader.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
@@ -59,31 +59,31 @@ def types(llm: LLM, *roles: str) -> set[str]:
         ("gguf_phi2", "float16"),
     ],
 )
-def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
+def test_16_bit_weights_give_the_results_of_full_weights(name: str, type: str) -> None:
     kept, plain = open_model(name), open_model(name, **PLAIN)
     assert types(kept, "matrix", "table", "head") == {type}
     assert types(kept, "plain") == {"float32"}
     assert types(plain, "matrix", "table", "head", "plain") == {"float32"}
-    ours, wanted = (llm.logits([IDS])[0] for llm in (kept, plain))
-    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
+    ours, expected = (llm.logits([IDS])[0] for llm in (kept, plain))
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
 @needs_calls
 @pytest.mark.parametrize("name", ["smollm2", "mixtral", "llama2"])
-def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
-    """To the type of the weights, or to whole numbers; not where numbers in full are asked for."""
+def test_activations_are_rounded_if_faster(name: str) -> None:
+    """To the type of the weights, or to integers; not if full numbers are requested."""
     jax.clear_caches()
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
-    wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
+    expected, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
     with lowered_isa(isa()):  # whichever way is the faster one here
-        difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
+        difference = np.abs(rounded.logits([IDS])[0] - expected).max()
     pairs = isa() in BF16 and name != "llama2"  # which has float16
     whole = isa() == "avx2" and name == "llama2"
     assert (difference > 0) == (pairs or whole)
-    assert difference < 0.02 * np.abs(wanted).max()
+    assert difference < 0.02 * np.abs(expected).max()
     if pairs:
         with lowered_isa("avx512"):
-            np.testing.assert_array_equal(rounded.logits([IDS])[0], wanted)
+            np.testing.assert_array_equal(rounded.logits([IDS])[0], expected)
 
 
 @needs_calls
@@ -91,16 +91,16 @@ def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
 def test_short_prompts_in_bf16_are_those_of_8_bits(keys: dict[str, Any]) -> None:
     """`activations = "bf16"` is for 33 rows and more, of quantized matrices."""
     name, ids = "smollm2", IDS[:20]
-    ours, wanted = (
+    ours, expected = (
         open_model(name, dtype="auto", **keys, **{"quantization.activations": mode}).logits([ids])
         for mode in ("bf16", "int8")
     )
-    np.testing.assert_array_equal(ours[0], wanted[0])
+    np.testing.assert_array_equal(ours[0], expected[0])
 
 
 @needs_calls
 @pytest.mark.parametrize("name", ["llama2", "gguf_phi2"])
-def test_whole_numbers_where_they_are_faster(name: str) -> None:
+def test_f16_as_integers_if_faster(name: str) -> None:
     with lowered_isa("avx2"):
         llm = open_model(name, dtype="auto")
         quantized = [
@@ -109,8 +109,8 @@ def test_whole_numbers_where_they_are_faster(name: str) -> None:
         assert {leaf.format for leaf in quantized} == ({F16_AS_INT} if isa() == "avx2" else set())
         whole = llm.logits([IDS])[0]
         in_parts = np.concatenate([llm.logits([IDS[:n]])[0][-1:] for n in (1, 3, len(IDS))])
-    wanted = open_model(name).logits([IDS])[0]
-    np.testing.assert_allclose(whole, wanted, rtol=0, atol=2e-3 * np.abs(wanted).max())
+    expected = open_model(name).logits([IDS])[0]
+    np.testing.assert_allclose(whole, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
     np.testing.assert_array_equal(in_parts, whole[[0, 2, -1]])
 
 
@@ -118,7 +118,7 @@ def test_whole_numbers_where_they_are_faster(name: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"dtype": "bfloat16"}, {"quantization.activations": "int16"}, PLAIN]
 )
-def test_whole_numbers_are_for_products_in_float32_that_may_round(settings: dict[str, str]) -> None:
+def test_f16_as_integers_need_rounded_float32_products(settings: dict[str, str]) -> None:
     with lowered_isa("avx2"):
         assert types(open_model("llama2", **{"dtype": "auto", **settings}), "matrix")
 
@@ -133,18 +133,18 @@ def test_an_encoder() -> None:
 
 @needs_calls
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
+    expected = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
     monkeypatch.setattr(storing, "reads_16_bit_weights", lambda: False)
     monkeypatch.setattr("jinfer.ops.matmul.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")
     assert types(kept, "matrix") == {"bfloat16"}
-    for ids, values in zip((IDS, IDS[:1]), wanted, strict=True):
+    for ids, values in zip((IDS, IDS[:1]), expected, strict=True):
         np.testing.assert_allclose(kept.logits([ids])[0], values, rtol=0, atol=1e-4)
     jax.clear_caches()
 
 
-def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_weights_need_the_custom_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jinfer.loader.weights.storage_plan.reads_16_bit_weights", lambda: False)
     assert types(open_model("llama2"), "matrix", "table", "head") == {"float32"}
 
@@ -197,15 +197,15 @@ def test_bits_are_taken_as_they_are(type_name: str) -> None:
     kept = {"embed.weight", "decoder.1.attn.o.weight"}
     kept |= {f"decoder.0.attn.{part}.weight" for part in "qkv"}
     for name, leaf in zip(typed.names, read(loading.plan(typed, file, names)), strict=True):
-        wanted = params[name]
+        expected = params[name]
         if name in (*kept, "decoder.norm.weight"):
-            wanted = wanted.astype(DTYPES[type_name])
-        assert leaf.dtype == (wanted.dtype if name in kept else np.float32)
-        assert np.array_equal(np.asarray(leaf, np.float32), wanted.astype(np.float32)), name
+            expected = expected.astype(DTYPES[type_name])
+        assert leaf.dtype == (expected.dtype if name in kept else np.float32)
+        assert np.array_equal(np.asarray(leaf, np.float32), expected.astype(np.float32)), name
 
 
 @needs_calls
-def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) -> None:
+def test_converted_checkpoint_keeps_unquantized_types(tmp_path: Path) -> None:
     rules = '[{ match = "decoder.1.*", weights = "q8" }]'
     options = ["--set", f"quantization.rules={rules}", "--set", "quantization.threshold=0"]
     assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0
@@ -221,8 +221,8 @@ def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) 
             is_quantized = name.startswith("decoder.1.")
             assert isinstance(leaf, QuantizedTensor) == is_quantized
             assert is_quantized or leaf.dtype == jnp.bfloat16
-    wanted = open_model("smollm2", **PLAIN).logits([IDS])[0]
-    np.testing.assert_allclose(llm.logits([IDS])[0], wanted, rtol=0, atol=0.2)
+    expected = open_model("smollm2", **PLAIN).logits([IDS])[0]
+    np.testing.assert_allclose(llm.logits([IDS])[0], expected, rtol=0, atol=0.2)
 
 
 @needs_calls

@@ -49,7 +49,7 @@ def test_embedding_and_head_have_their_own_keys() -> None:
     assert "logits.weight" not in chosen
 
 
-def test_nothing_is_quantized_unless_asked() -> None:
+def test_nothing_is_quantized_by_default() -> None:
     assert storages(MODEL) == {}
     assert storages(MODEL, weights="plain") == {}
 
@@ -101,13 +101,13 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     leaves = jax.device_get(engine.runner.parameters)
     full = [leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf for leaf in leaves]
     plain._engine.runner.parameters = tuple(jax.device_put(full))
-    ours, wanted = quantized.logits([IDS])[0], plain.logits([IDS])[0]
-    bound = 2e-4 if activations == "float" else 0.05 * np.abs(wanted).max()
-    assert np.abs(ours - wanted).max() < bound
+    ours, expected = quantized.logits([IDS])[0], plain.logits([IDS])[0]
+    bound = 2e-4 if activations == "float" else 0.05 * np.abs(expected).max()
+    assert np.abs(ours - expected).max() < bound
     assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.runner.parameters)
 
 
-def test_quantized_parameters_take_the_memory_that_they_should() -> None:
+def test_memory_of_quantized_parameters() -> None:
     opened = open_model(MODEL, {"quantization.weights": "q4", "quantization.threshold": 0})
     model = build_abstract_model(opened.spec, "float32")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)

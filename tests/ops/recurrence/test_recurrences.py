@@ -1,4 +1,4 @@
-"""Recurrences over flat batches: their papers' definitions, any cut of a prompt, any company."""
+"""Recurrences over flat batches: the papers' definitions, any chunks of a prompt, any batch."""
 
 from __future__ import annotations
 

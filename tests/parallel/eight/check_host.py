@@ -15,10 +15,17 @@ from jinfer.loader.weights.model_size import bytes_text
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.parallel.device_groups import HOST_MEMORY
+from jinfer.parallel.host_offload import WeightPrefetcher
 from jinfer.parallel.pipeline import Pipeline
-from jinfer.parallel.weight_offload import WeightPrefetcher
-from tests.parallel.eight.check_engine import asked, made_up, nothing_held, tokens
-from tests.parallel.eight.models import Answers, alone, answers, distance, opened
+from tests.parallel.eight.models import (
+    Answers,
+    check_answers,
+    check_requests,
+    made_up,
+    mixed_requests,
+    nothing_held,
+    opened,
+)
 from tools.bench_models import LlamaShape
 
 KEYS: dict[str, Any] = {"engine.slots": 6, "engine.context": 256}
@@ -120,17 +127,12 @@ def test_a_share_of_the_cache(golden: str, share: float) -> None:
     ],
 )
 def test_other_attentions(golden: str) -> None:
-    requests = asked(3)
+    requests = mixed_requests(3)
     if golden == "flan_t5":
-        requests = [
-            (prompt, SamplingParams(max_tokens=90, ignore_eos=True)) for prompt, _ in requests
-        ]
+        long = SamplingParams(max_tokens=90, ignore_eos=True)
+        requests = [(prompt, long) for prompt, _ in requests]
     keys: dict[str, Any] = {"engine.slots": 2, "engine.context": 192}
-    with opened(golden, **keys) as llm:
-        wanted = tokens(llm, requests)
-    with opened(golden, host_kv_cache=0.5, **keys, **{"engine.kv_tokens": 192}) as llm:
-        assert tokens(llm, requests) == wanted
-        assert nothing_held(llm)
+    check_requests(golden, requests, keys, {"host_kv_cache": 0.5, "engine.kv_tokens": 192})
 
 
 @pytest.mark.parametrize(
@@ -145,17 +147,9 @@ def test_quantized_caches(kind: str, most: float) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("blocks", [5, 16])
 def test_eight_at_a_time_and_again(blocks: int) -> None:
-    requests = asked(8)
-    keys = {**KEYS, "engine.context": 160, "engine.prefill_chunk": 64}
-    with opened("llama2", **keys, **{"engine.kv_tokens": 2048}) as llm:
-        wanted = tokens(llm, requests)
-    keys["engine.kv_tokens"] = blocks * BLOCK
-    with opened("llama2", host_kv_cache=0.5, **keys) as llm:
-        assert tokens(llm, requests) == wanted
-        assert nothing_held(llm)
-        # Again, with what the first time left in the cache.
-        assert tokens(llm, requests) == wanted
-        assert nothing_held(llm)
+    keys = {**KEYS, "engine.context": 160, "engine.prefill_chunk": 64, "engine.kv_tokens": 2048}
+    plan = {"host_kv_cache": 0.5, "engine.kv_tokens": blocks * BLOCK}
+    check_requests("llama2", mixed_requests(8), keys, plan, times=2)
 
 
 @pytest.mark.soak
@@ -257,12 +251,8 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("devices", ["0", "0&1"])
 @pytest.mark.parametrize("weights", ["auto", "q3.5"])
 def test_streamed_goldens(golden: str, devices: str, weights: str) -> None:
-    whole = alone(golden, weights)
-    keys: dict[str, Any] = {"quantization.weights": weights}
-    with opened(golden, devices=devices, streamed_layers=3, **keys) as llm:
-        found = answers(llm)
-    assert found.tokens == whole.tokens
-    assert distance(found, whole) <= (0 if devices == "0" else 1e-4)
+    limit = 0 if devices == "0" else 1e-4
+    check_answers(golden, limit, weights, devices=devices, streamed_layers=3)
 
 
 @pytest.mark.soak
@@ -270,11 +260,7 @@ def test_streamed_layers_beside_an_encoder(monkeypatch: pytest.MonkeyPatch) -> N
     """Their weights also give what the cache keeps of an encoder's output."""
     # The goldens that translate have two layers, of which nobody would stream both.
     monkeypatch.setattr(PartitionSpec, "check", lambda _: None)
-    whole = alone("m2m100")
-    with opened("m2m100", devices="0", streamed_layers=2, host_kv_cache=1.0) as llm:
-        found = answers(llm)
-    assert found.tokens == whole.tokens
-    assert distance(found, whole) <= 1e-4
+    check_answers("m2m100", devices="0", streamed_layers=2, host_kv_cache=1.0)
 
 
 @pytest.mark.soak
@@ -288,10 +274,5 @@ def test_streamed_layers_beside_an_encoder(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_all_together(plan: dict[str, Any]) -> None:
-    requests = asked(8)
     keys = {**KEYS, "engine.context": 160, "engine.kv_tokens": 640}
-    with opened("llama2", **keys) as llm:
-        wanted = tokens(llm, requests)
-    with opened("llama2", **plan, **keys) as llm:
-        assert tokens(llm, requests) == wanted
-        assert nothing_held(llm)
+    check_requests("llama2", mixed_requests(8), keys, plan)

@@ -1,4 +1,4 @@
-"""Weights as they come: GGUF's blocks, converted folders, matrices that several layers share."""
+"""Weights of several formats: GGUF's blocks, converted folders, fused matrices."""
 
 from pathlib import Path
 
@@ -9,7 +9,14 @@ import pytest
 from jinfer.cli.inspect.inspect_partition import view
 from jinfer.cli.quantize.quantize_checkpoint import main as convert
 from jinfer.engine.requests import EngineError
-from tests.parallel.eight.models import GOLDENS, alone, answers, distance, opened, prompts
+from tests.parallel.eight.models import (
+    GOLDENS,
+    check_answers,
+    check_results,
+    opened,
+    plain,
+    prompts,
+)
 from tests.test_goldens import CAUSAL
 
 QUANTIZED = {"dtype": "float32", "quantization": {"weights": "q8"}}
@@ -33,11 +40,7 @@ QUANTIZED = {"dtype": "float32", "quantization": {"weights": "q8"}}
     ],
 )
 def test_families(golden: str, devices: str) -> None:
-    whole = alone(golden)
-    with opened(golden, devices=devices) as llm:
-        found = answers(llm)
-    assert found.tokens == whole.tokens
-    assert distance(found, whole) <= 1e-4
+    check_answers(golden, devices=devices)
 
 
 @pytest.mark.soak
@@ -54,15 +57,14 @@ def test_a_converted_folder(tmp_path: Path) -> None:
     folder = tmp_path / "converted"
     arguments = [str(GOLDENS / "llama2"), str(folder), "--set", "quantization.weights=q4"]
     assert convert(arguments) == 0
-    whole = alone("llama2", "q4")
+    with opened("llama2", **{"quantization.weights": "q4"}) as llm:
+        whole = plain(llm)
     with opened(str(folder), devices="0&1;2&3") as llm:
-        found = answers(llm)
-    assert found.tokens == whole.tokens
-    assert distance(found, whole) <= 1e-4
+        check_results(plain(llm), whole)
 
 
 def test_each_device_has_its_own_part() -> None:
-    """As much as the plan says, and together hardly more than the whole."""
+    """Devices hold as much as the plan says, and together hardly more than the whole."""
     with opened("llama2", **{"quantization.weights": "q8"}) as llm:
         whole = sum(leaf.nbytes for leaf in llm.session.engine.runner.leaves)
     with opened("llama2", devices="0&1;2&3", **{"quantization.weights": "q8"}) as llm:
@@ -71,8 +73,8 @@ def test_each_device_has_its_own_part() -> None:
             for shard in leaf.addressable_shards:
                 held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     plan = view(str(GOLDENS / "llama2"), QUANTIZED, "0&1;2&3", "a100")
-    said = [stage.weights for stage in plan.stages for _ in stage.devices]
-    assert [held[device] for device in jax.devices()[:4]] == said
+    planned = [stage.weights for stage in plan.stages for _ in stage.devices]
+    assert [held[device] for device in jax.devices()[:4]] == planned
     assert len(held) == 4
     # Norms are on both devices of a stage, and feed-forwards of 112 columns end in padding.
     assert whole <= sum(held.values()) <= 1.2 * whole

@@ -1,4 +1,4 @@
-"""What is in the compiled programs: two sums a layer, and nothing else that devices exchange."""
+"""Compiled programs: a layer of a decoding step has two all-reduces, and nothing is gathered."""
 
 import re
 from collections import Counter
@@ -7,8 +7,9 @@ from typing import cast
 import pytest
 from jax.stages import Compiled
 
-from jinfer.engine.runner.step_table import abstract_flat_batch, abstract_tables, int32
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.parallel.pipeline import Pipeline
+from jinfer.sampling.sampler_chain import sampler_sets
 from tests.parallel.eight.models import opened
 
 _COLLECTIVES = re.compile(
@@ -17,13 +18,13 @@ _COLLECTIVES = re.compile(
 
 
 def collectives(golden: str, **keys: object) -> list[Counter[str]]:
-    """Those of each stage's program for a step of eight sequences."""
+    """Those of each stage's program of a decoding step."""
     with opened(golden, **keys) as llm:
-        programs = llm.session.engine.runner.programs.pipeline
-        assert isinstance(programs, Pipeline)
-        rows = programs.lanes.rows
-        batch = abstract_flat_batch(rows, rows + 1, abstract_tables(programs.sizes, rows))
-        made = programs.compiler.decoder(batch, int32(rows), ("logits",))
+        programs = llm.session.engine.runner.programs
+        assert isinstance(programs.pipeline, Pipeline)
+        key = StepKey("decode", programs.slots, stages=sampler_sets()[0])
+        chain = programs.pipeline.compiled_chain(programs.step(key), key)
+        made = [chain.calls.programs[f"forward {n}"] for n in range(len(programs.pipeline.stages))]
         texts = [cast(Compiled, each.program).as_text() or "" for each in made]
         return [Counter(_COLLECTIVES.findall(text)) for text in texts]
 

@@ -53,7 +53,7 @@ async def output_type(server: Server) -> None:
 async def stream(server: Server) -> None:
     for responses in (False, True):
         found = agents.Runner.run_streamed(agent(server, responses=responses), "Say hello.")
-        assert [one async for one in found.stream_events()]
+        assert [stream_event async for stream_event in found.stream_events()]
         assert found.final_output
 
 
@@ -63,5 +63,5 @@ async def a_loop_of_tools(server: Server) -> None:
     for responses in (False, True):
         asked = agent(server, responses=responses, tools=[weather], tool_choice="required")
         found = await agents.Runner.run(asked, "What is the weather in Paris?", max_turns=4)
-        kinds = [one.type for one in found.new_items]
+        kinds = [item.type for item in found.new_items]
         assert "tool_call_output_item" in kinds, kinds

@@ -35,8 +35,8 @@ def invoke(server: Server) -> None:
 @CHECKS
 def stream(server: Server) -> None:
     pieces = list(chat(server, max_tokens=8, stream_usage=True).stream(ASKED))
-    assert "".join(one.content for one in pieces)
-    assert any(one.usage_metadata for one in pieces)
+    assert "".join(piece.content for piece in pieces)
+    assert any(piece.usage_metadata for piece in pieces)
 
 
 @CHECKS

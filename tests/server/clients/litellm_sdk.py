@@ -37,8 +37,8 @@ def answers(server: Server) -> None:
 @CHECKS
 def stream(server: Server) -> None:
     pieces = list(asked(server, stream=True, stream_options={"include_usage": True}))
-    assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
-    assert any(getattr(one, "usage", None) for one in pieces)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert any(getattr(piece, "usage", None) for piece in pieces)
 
 
 @CHECKS

@@ -43,8 +43,8 @@ def answers(server: Server) -> None:
 @CHECKS
 def schema(server: Server) -> None:
     kinds = {"big": {"type": "boolean"}, "height": {"type": "integer", "maximum": 999}}
-    wanted = {"type": "object", "properties": kinds, "required": [*kinds]}
-    asked = json.dumps({**wanted, "additionalProperties": False})
+    expected = {"type": "object", "properties": kinds, "required": [*kinds]}
+    asked = json.dumps({**expected, "additionalProperties": False})
     found = llm(server, *ASKED, "60", "--schema", asked, "A city.")
     assert set(json.loads(found)) == {"big", "height"}
 

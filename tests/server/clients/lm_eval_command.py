@@ -41,7 +41,7 @@ def evaluate(server: Server, task: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         rows = path / "rows.jsonl"
-        rows.write_text("".join(f"{json.dumps(one)}\n" for one in ROWS))
+        rows.write_text("".join(f"{json.dumps(item)}\n" for item in ROWS))
         common = {
             "task": task,
             "dataset_path": "json",

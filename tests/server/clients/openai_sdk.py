@@ -51,7 +51,7 @@ def chat(server: Server, messages: Any = None, **more: Any) -> Any:
 @CHECKS
 def models(server: Server) -> None:
     listed = client(server).models.list().data
-    assert [one.id for one in listed] == [server.model]
+    assert [item.id for item in listed] == [server.model]
     assert client(server).models.retrieve(server.model).id == server.model
 
 
@@ -67,7 +67,7 @@ def answer(server: Server) -> None:
 def stream(server: Server) -> None:
     options = {"include_usage": True}
     chunks = list(chat(server, max_tokens=8, stream=True, stream_options=options))
-    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == chat(server, max_tokens=8).choices[0].message.content
     assert chunks[-1].usage.completion_tokens == 8
 
@@ -76,7 +76,7 @@ def stream(server: Server) -> None:
 def usage_in_every_piece(server: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(chat(server, max_tokens=6, stream=True, stream_options=options))
-    counts = [one.usage.completion_tokens for one in chunks]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 6
 
@@ -143,7 +143,7 @@ def a_call_that_is_cut(server: Server) -> None:
     pieces = list(chat(server, **asked, stream=True))
     assert found.finish_reason == "length" == pieces[-1].choices[0].finish_reason
     assert not found.message.content
-    assert not any(one.choices[0].delta.content for one in pieces)
+    assert not any(piece.choices[0].delta.content for piece in pieces)
 
 
 @CHECKS
@@ -161,7 +161,7 @@ def parsed(server: Server) -> None:
 def log_probabilities(server: Server) -> None:
     found = chat(server, max_tokens=3, logprobs=True, top_logprobs=4).choices[0].logprobs.content
     assert len(found) == 3
-    assert all(len(one.top_logprobs) == 4 for one in found)
+    assert all(len(item.top_logprobs) == 4 for item in found)
 
 
 @CHECKS
@@ -218,7 +218,7 @@ async def eight_at_once(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as asked:
         given = {"model": server.model, "messages": USER, **SURE, "max_tokens": 6}
         answers = await asyncio.gather(*(asked.chat.completions.create(**given) for _ in range(8)))
-    assert len({one.choices[0].message.content for one in answers}) == 1
+    assert len({item.choices[0].message.content for item in answers}) == 1
 
 
 def respond(server: Server, **more: Any) -> Any:
@@ -233,7 +233,7 @@ def responses(server: Server) -> None:
     events = list(respond(server, input="Hello", stream=True))
     assert events[0].type == "response.created"
     assert events[-1].type in ("response.completed", "response.incomplete")
-    for again in (found.output, [one.model_dump() for one in found.output]):
+    for again in (found.output, [item.model_dump() for item in found.output]):
         items = [{"role": "user", "content": "Hello"}, *again, {"role": "user", "content": "So?"}]
         assert respond(server, input=items, max_output_tokens=8).output_text
 
@@ -297,7 +297,7 @@ def responses_in_the_background(server: Server) -> None:
     assert found.output_text
     events = list(respond(server, **given, stream=True))
     again = client(server).responses.retrieve(events[0].response.id, stream=True, starting_after=2)
-    assert [one.sequence_number for one in again] == list(range(3, len(events)))
+    assert [item.sequence_number for item in again] == list(range(3, len(events)))
     long = respond(server, **{**given, "max_output_tokens": 1000}, extra_body={"ignore_eos": True})
     assert client(server).responses.cancel(long.id).status == "cancelled"
 
@@ -328,8 +328,8 @@ def batches(server: Server) -> None:
         time.sleep(0.1)
         batch = sdk.batches.retrieve(batch.id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 3)
-    found = [json.loads(one) for one in sdk.files.content(batch.output_file_id).text.splitlines()]
-    assert {one["custom_id"] for one in found} == {"0", "1", "2"}
-    assert batch.id in [one.id for one in sdk.batches.list(limit=5)]
-    assert file.id in [one.id for one in sdk.files.list()]
+    found = [json.loads(line) for line in sdk.files.content(batch.output_file_id).text.splitlines()]
+    assert {item["custom_id"] for item in found} == {"0", "1", "2"}
+    assert batch.id in [item.id for item in sdk.batches.list(limit=5)]
+    assert file.id in [item.id for item in sdk.files.list()]
     assert sdk.files.delete(file.id).deleted

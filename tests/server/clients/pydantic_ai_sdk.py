@@ -65,7 +65,7 @@ def history(server: Server) -> None:
 @CHECKS
 async def stream(server: Server) -> None:
     async with agent(server, max_tokens=20).run_stream("Say hello.") as found:
-        assert [one async for one in found.stream_text()]
+        assert [item async for item in found.stream_text()]
         usage = found.usage
         assert (usage() if callable(usage) else usage).output_tokens
 

@@ -98,7 +98,7 @@ def kept(page: Any) -> list[dict[str, Any]]:
 def turns(page: Any) -> list[dict[str, Any]]:
     """The branch that the latest of them shows."""
     latest = kept(page)[0]
-    messages = {one["id"]: one for one in latest["messages"]}
+    messages = {item["id"]: item for item in latest["messages"]}
     found = []
     at = latest["leaf"]
     while at is not None:
@@ -129,7 +129,7 @@ def stream(
     if used:
         usage = {"prompt_tokens": used - 1, "completion_tokens": 1, "total_tokens": used}
         frames.append({"choices": [], "usage": usage})
-    return "".join(f"data: {json.dumps(one)}\n\n" for one in frames) + end
+    return "".join(f"data: {json.dumps(frame)}\n\n" for frame in frames) + end
 
 
 def script(page: Any, *answers: str) -> list[Any]:

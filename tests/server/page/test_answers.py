@@ -37,7 +37,7 @@ $x <img src=x onerror=ran=26>$ \(\text{<svg onload=ran=27>}\) ~~~html <script>ra
 
 
 def test_what_a_model_says_does_not_run(page: Any) -> None:
-    everywhere = [{"reasoning_content": HOSTILE}, *[{"content": one} for one in HOSTILE]]
+    everywhere = [{"reasoning_content": HOSTILE}, *[{"content": item} for item in HOSTILE]]
     broken = {"error": {"message": HOSTILE, "type": "server_error"}}
     end = f"data: {json.dumps(broken)}\n\n"
     script(page, stream(*everywhere), stream(*everywhere, end=end))

@@ -16,7 +16,7 @@ from tests.server.page.driving import (
 
 
 def contents(page: Any) -> list[str]:
-    return [one["content"] for one in turns(page)]
+    return [turn["content"] for turn in turns(page)]
 
 
 def test_editing_and_regenerating_keep_what_was_there(page: Any) -> None:

@@ -49,7 +49,7 @@ def test_a_chat(page: Any, smol: Running) -> None:
     expect(page.locator("#conversations li")).to_have_count(1)
     expect(page.locator("#set-max_tokens")).to_have_value("12")
     say(page, "And now?")
-    assert [one["role"] for one in turns(page)] == ["user", "assistant", "user", "assistant"]
+    assert [turn["role"] for turn in turns(page)] == ["user", "assistant", "user", "assistant"]
     answered(page)
     page.locator("#new").click()
     expect(page.locator("article")).to_have_count(0)
@@ -112,7 +112,7 @@ def test_stopping_ends_the_request(page: Any, smol: Running) -> None:
 
 def test_settings_are_sent(page: Any) -> None:
     shown = page.locator("#parameters [name]")
-    names = [one.get_attribute("name") for one in shown.all()]
+    names = [item.get_attribute("name") for item in shown.all()]
     assert names == [name for group in GROUPS.values() for name in group]
     expect(page.locator("#set-top_k")).to_have_attribute("placeholder", "0")
     bodies = script(page, written("Yes."))
@@ -152,7 +152,7 @@ def test_settings_are_sent(page: Any) -> None:
     say(page, "And now?")
     answered(page)
     assert set(bodies[1]) == {"model", "messages", "stream", "stream_options"}
-    assert [one["role"] for one in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert [body["role"] for body in bodies[1]["messages"]] == ["user", "assistant", "user"]
 
 
 @pytest.mark.soak

@@ -42,10 +42,10 @@ def test_conversations_are_found_renamed_and_exchanged(page: Any, tmp_path: Path
     page.get_by_label("Title").fill("Colours <i>")
     page.keyboard.press("Enter")
     assert titles(page) == ["What is water?", "Colours <i>"]
-    with page.expect_download() as one:
+    with page.expect_download() as item:
         page.locator("#conversations li > button").last.hover()
         page.get_by_role("button", name="Export “Colours <i>”").click()
-    assert one.value.suggested_filename == "Colours-i.json"
+    assert item.value.suggested_filename == "Colours-i.json"
     with page.expect_download() as all_of_them:
         page.get_by_role("button", name="Export all").click()
     exported = tmp_path / "all.json"

@@ -91,7 +91,7 @@ def test_tools_are_cards(page: Any) -> None:
     expect(page.locator("article.tool summary")).to_have_text(["weatherresult", "timeresult"])
     page.reload()
     expect(page.get_by_role("button", name="Send results")).to_have_count(0)
-    assert [one["role"] for one in turns(page)[-4:]] == ["user", "assistant", "tool", "assistant"]
+    assert [turn["role"] for turn in turns(page)[-4:]] == ["user", "assistant", "tool", "assistant"]
 
 
 RICH = r"""Prices of $5 and $6, then $e^{i\pi} + 1 = 0$ and \(\frac{a}{b}\).

@@ -41,8 +41,8 @@ def _(at: Servers) -> None:
 
 @LLAMA.case("test_basic.py", 1, "one model is listed by its alias")
 def _(at: Servers) -> None:
-    (one,) = at.chat.get("/models")["data"]
-    assert one["id"] == "smol"
+    (item,) = at.chat.get("/models")["data"]
+    assert item["id"] == "smol"
 
 
 @LLAMA.case("test_basic.py", 1, "slots, without their parameters")
@@ -64,9 +64,9 @@ def _(at: Servers) -> None:
 
 @LLAMA.case("test_basic.py", 1, "aliases and tags", "aliases are listed; there are no tags")
 def _(at: Servers) -> None:
-    (one,) = at.chat.get("/models")["data"]
-    assert "gpt-4o" in one["aliases"]
-    assert one["tags"] == []
+    (item,) = at.chat.get("/models")["data"]
+    assert "gpt-4o" in item["aliases"]
+    assert item["tags"] == []
 
 
 @LLAMA.case(CHAT, 10, "whole answers: id, fingerprint, usage, reason, parts, templates")
@@ -111,13 +111,13 @@ def _(at: Servers) -> None:
         choice = made.choices[0]
         assert choice.logprobs is not None
         tokens = choice.logprobs.content or []
-        assert "".join(one.token for one in tokens) == choice.message.content
-        assert all(one.logprob <= 0 and one.bytes and one.top_logprobs for one in tokens)
+        assert "".join(token.token for token in tokens) == choice.message.content
+        assert all(token.logprob <= 0 and token.bytes and token.top_logprobs for token in tokens)
         more: dict[str, Any] = {"logprobs": True, "top_logprobs": 10, "stream": True}
         text = shown = ""
         for piece in client.chat.completions.create(**ask, temperature=0, **more):
             if piece.choices and piece.choices[0].logprobs:
-                shown += "".join(one.token for one in piece.choices[0].logprobs.content or [])
+                shown += "".join(item.token for item in piece.choices[0].logprobs.content or [])
                 text += piece.choices[0].delta.content or ""
         assert text == shown != ""
 
@@ -163,16 +163,16 @@ def _(at: Servers) -> None:
         {"type": "json_schema", "json_schema": {"schema": {"const": "foooooo"}}},
         {"type": "json_object", "schema": {"type": "array", "items": {"type": "integer"}}},
     ]
-    for one in right[:2]:
-        assert json.loads(said(at.chat.chat(response_format=one, max_tokens=12)))
+    for item in right[:2]:
+        assert json.loads(said(at.chat.chat(response_format=item, max_tokens=12)))
     at.chat.chat(response_format=right[2])
     assert said(at.chat.chat(response_format={"type": "json_object"})).lstrip()[0] == "{"
     wrong: list[dict[str, Any]] = [
         {"type": "sound"},
         *({"type": "json_object", "schema": s} for s in (123, {"type": 123}, {"type": "hiccup"})),
     ]
-    for one in wrong:
-        assert "error" in at.chat.chat(400, response_format=one)
+    for item in wrong:
+        assert "error" in at.chat.chat(400, response_format=item)
 
 
 @LLAMA.case(CHAT, 5, "json_schema and grammar (GBNF), and one that is wrong")
@@ -233,7 +233,7 @@ def _(at: Servers) -> None:
         pieces = at.chat.stream(
             "/chat/completions", messages=messages, max_tokens=2, return_progress=True
         )
-        shown = [one["prompt_progress"] for one in pieces if "prompt_progress" in one]
+        shown = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
         assert shown[0]["cache"] == shown[0]["processed"] < shown[0]["total"]
     assert shown[0]["cache"] > 0
 
@@ -256,10 +256,10 @@ def _(at: Servers) -> None:
     assert whole["timings"]["prompt_n"] + whole["timings"]["cache_n"] == whole["tokens_evaluated"]
     assert whole["truncated"] is False
     assert isinstance(whole["has_new_line"], bool)
-    assert all(isinstance(one, int) for one in whole["tokens"])
+    assert all(isinstance(item, int) for item in whole["tokens"])
     assert at.chat.native()["tokens"] == []
     *pieces, last = at.chat.stream(NATIVE, prompt="Once upon a time", n_predict=8)
-    assert all(one["stop"] is False and one["tokens"] for one in pieces)
+    assert all(piece["stop"] is False and piece["tokens"] for piece in pieces)
     assert (last["stop"], last["stop_type"]) == (True, "limit")
     settings = last["generation_settings"]
     assert settings["n_predict"] == 8
@@ -275,7 +275,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     given = {"prompt": "The meaning of life is", "n_predict": 8, "temperature": 0}
     pieces = at.chat.stream(NATIVE, **given)
-    assert "".join(one["content"] for one in pieces) == at.chat.native(**given)["content"]
+    assert "".join(piece["content"] for piece in pieces) == at.chat.native(**given)["content"]
 
 
 @LLAMA.case(TEXT, 2, "openai-python, whole and streamed, any model's name")
@@ -286,7 +286,7 @@ def _(at: Servers) -> None:
         assert whole.choices[0].finish_reason == "length"
         assert whole.system_fingerprint
         pieces = client.completions.create(**ask, stream=True)
-        assert "".join(one.choices[0].text for one in pieces)
+        assert "".join(piece.choices[0].text for piece in pieces)
 
 
 LLAMA.apart(TEXT, 1, "stop texts of a large model", LARGE)
@@ -324,7 +324,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     answers = at.chat.native(prompt=["a", "b", "c", "d", "e", "f"], seed=42)
     assert len(answers) == 6
-    assert sum(one["is_processing"] for one in at.chat.get("/slots")) == 0
+    assert sum(item["is_processing"] for item in at.chat.get("/slots")) == 0
 
 
 LLAMA.apart(TEXT, 4, "requests that overflow a common cache", "blocks are preempted, none fails")
@@ -332,8 +332,8 @@ LLAMA.apart(TEXT, 4, "requests that overflow a common cache", "blocks are preemp
 
 @LLAMA.case(TEXT, 2, "response_fields: some of the answer")
 def _(at: Servers) -> None:
-    wanted = ["content", "generation_settings/n_predict", "prompt"]
-    assert at.chat.native(response_fields=wanted).keys() == set(wanted)
+    expected = ["content", "generation_settings/n_predict", "prompt"]
+    assert at.chat.native(response_fields=expected).keys() == set(expected)
 
 
 @LLAMA.case(TEXT, 4, "probabilities: before and after the samplers, also streamed")
@@ -341,16 +341,16 @@ def _(at: Servers) -> None:
     given = {"n_probs": 10, "n_predict": 5}
     known = at.chat.native(**given, temperature=0)["completion_probabilities"]
     assert len(known) == 5
-    for one in known:
-        assert one["logprob"] <= 0
-        assert isinstance(one["bytes"], list)
-        assert len(one["top_logprobs"]) == 10
+    for item in known:
+        assert item["logprob"] <= 0
+        assert isinstance(item["bytes"], list)
+        assert len(item["top_logprobs"]) == 10
     pieces = at.chat.stream(NATIVE, prompt="a", **given, temperature=0)
-    assert all(len(one["completion_probabilities"]) == 1 for one in pieces[:-1])
+    assert all(len(piece["completion_probabilities"]) == 1 for piece in pieces[:-1])
     after = at.chat.native(**given, temperature=1.0, post_sampling_probs=True)
-    for one in after["completion_probabilities"]:
-        assert 0 < one["prob"] <= 1
-        assert all(0 < top["prob"] <= 1 for top in one["top_probs"])
+    for item in after["completion_probabilities"]:
+        assert 0 < item["prob"] <= 1
+        assert all(0 < top["prob"] <= 1 for top in item["top_probs"])
 
 
 @LLAMA.case(TEXT, 4, "logit_bias of ids and texts, as pairs and as an object")
@@ -369,7 +369,7 @@ def _(at: Servers) -> None:
         with http.stream("POST", NATIVE, json=body) as answer:
             next(answer.iter_lines())
     end = time.monotonic() + 5
-    while any(one["is_processing"] for one in at.chat.get("/slots")):
+    while any(item["is_processing"] for item in at.chat.get("/slots")):
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -392,7 +392,9 @@ def _(at: Servers) -> None:
         events = list(
             client.responses.create(model="gpt-4.1", input="Hi", max_output_tokens=8, stream=True)
         )
-        text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in events if event.type == "response.output_text.delta"
+        )
         assert text == events[-1].response.output_text  # type: ignore[union-attr]
 
 

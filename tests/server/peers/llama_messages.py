@@ -47,13 +47,13 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     for tools in ({}, {"tools": TOOLS}):
         events = at.chat.stream(PATH, messages=HI, max_tokens=16, **tools)
-        kinds = [one["type"] for one in events]
+        kinds = [event["type"] for event in events]
         assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
         begun = events[0]["message"]
         assert (begun["content"], begun["role"]) == ([], "assistant")
         assert begun["usage"]["input_tokens"] + begun["usage"]["cache_read_input_tokens"] > 0
-        starts = [one["index"] for one in events if one["type"] == "content_block_start"]
-        stops = [one["index"] for one in events if one["type"] == "content_block_stop"]
+        starts = [event["index"] for event in events if event["type"] == "content_block_start"]
+        stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
         assert starts == stops == list(range(len(starts)))
         assert events[-2]["usage"]["output_tokens"] > 0
 

@@ -34,14 +34,14 @@ def _(at: Servers) -> None:
     assert "context" in at.chat.native(400, prompt="word " * 9000)["error"]["message"]
     *pieces, last = at.chat.stream("/v1/completions", prompt="Once", n_predict=16)
     assert last["choices"][0]["finish_reason"] in ("length", "stop")
-    assert all(one["choices"][0]["finish_reason"] is None for one in pieces)
+    assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
 
 
 @LLAMA.case(VECTORS, 9, "one text, several, alike, of length 1, counted")
 def _(at: Servers) -> None:
     texts = ["a cat", "a cat", "something else"]
     answer = at.vectors.post("/v1/embeddings", input=texts)
-    one, two, three = (each["embedding"] for each in answer["data"])
+    one, two, three = (item["embedding"] for item in answer["data"])
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-3
     assert one != three
     assert abs(sum(x * x for x in one) - 1) < 1e-3
@@ -94,7 +94,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     settings = at.chat.native(ignore_eos=True)["generation_settings"]
     assert settings["logit_bias"]
-    assert all(one["bias"] is None for one in settings["logit_bias"])
+    assert all(setting["bias"] is None for setting in settings["logit_bias"])
     assert at.chat.native(ignore_eos=False)["generation_settings"]["logit_bias"] == []
 
 
@@ -157,8 +157,8 @@ def _(at: Servers) -> None:
     timings = at.chat.native()["timings"]
     assert counted("generation_tokens_total") == before + 8
     assert all(value is not None and value >= 0 for value in timings.values())
-    one = at.chat.native(n_predict=1)["timings"]
-    assert one["predicted_per_second"] == 0
+    item = at.chat.native(n_predict=1)["timings"]
+    assert item["predicted_per_second"] == 0
     expected = 1e3 / timings["predicted_ms"] * 7
     assert abs(timings["predicted_per_second"] - expected) < 1e-3 * expected
     assert not any(slot["is_processing"] for slot in at.chat.get("/slots"))
@@ -177,12 +177,12 @@ def _(at: Servers) -> None:
 @LLAMA.case("test_rerank.py", 16, "documents, TEI's texts, top_n, usage, wrong ones")
 def _(at: Servers) -> None:
     for name, key in (("documents", "relevance_score"), ("texts", "score")):
-        for most in (None, 2, 4, 99):
-            top = {} if most is None else {"top_n": most}
+        for limit in (None, 2, 4, 99):
+            top = {} if limit is None else {"top_n": limit}
             answer = at.ranker.post("/rerank", query="a", **{name: DOCS}, **top)
             results = answer if name == "texts" else answer["results"]
-            assert len(results) == min(most or 4, 4)
-            assert all(key in one for one in results)
+            assert len(results) == min(limit or 4, 4)
+            assert all(key in result for result in results)
     usage = at.ranker.post("/rerank", query="a", documents=DOCS[:2])["usage"]
     assert usage["prompt_tokens"] == usage["total_tokens"] > 0
     for wrong in INVALID:
@@ -190,7 +190,7 @@ def _(at: Servers) -> None:
 
 
 def states(at: Servers) -> dict[str, str]:
-    return {one["id"]: one["status"]["value"] for one in at.router.get("/models")["data"]}
+    return {item["id"]: item["status"]["value"] for item in at.router.get("/models")["data"]}
 
 
 def loaded(at: Servers, name: str) -> None:
@@ -351,7 +351,7 @@ def _(at: Servers) -> None:
     assert at.chat.post("/detokenize", tokens=ids)["content"] == text
     at.chat.post("/tokenize", content=text, add_special=True)
     pieces = at.chat.post("/tokenize", content="媽 and 🤗", with_pieces=True)["tokens"]
-    assert all(one["id"] >= 0 and one["piece"] for one in pieces)
+    assert all(piece["id"] >= 0 and piece["piece"] for piece in pieces)
 
 
 @LLAMA.case("test_tool_call.py", 6, "no call without tools, of a small model, or with none")

@@ -58,33 +58,33 @@ class Suite:
 
     def applying(self) -> int:
         """How many tests apply."""
-        return sum(one.count for one in self.cases if one.check is not None)
+        return sum(case.count for case in self.cases if case.check is not None)
 
     def holding(self) -> int:
         """How many of them hold."""
-        return sum(one.count for one in self.cases if one.holds)
+        return sum(case.count for case in self.cases if case.holds)
 
     def run(self, servers: Any) -> list[str]:
         """Run all cases; return the deviations from the table."""
-        return [line for one in self.cases if (line := _tried(one, servers))]
+        return [line for case in self.cases if (line := _tried(case, servers))]
 
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
         """File, tests, those that apply, those that hold, and why not."""
-        for file in dict.fromkeys(one.file for one in self.cases):
-            of = [one for one in self.cases if one.file == file]
-            apply = sum(one.count for one in of if one.check is not None)
-            holding = sum(one.count for one in of if one.holds)
+        for file in dict.fromkeys(case.file for case in self.cases):
+            of = [case for case in self.cases if case.file == file]
+            apply = sum(item.count for item in of if item.check is not None)
+            holding = sum(item.count for item in of if item.holds)
             reasons = [
-                f"{one.asked} ({one.count}): {'' if one.check else 'does not apply: '}{one.why}"
-                for one in of
-                if one.why
+                f"{item.asked} ({item.count}): {'' if item.check else 'does not apply: '}{item.why}"
+                for item in of
+                if item.why
             ]
-            count = sum(one.count for one in of)
+            count = sum(item.count for item in of)
             yield f"`{file}`", str(count), str(apply), str(holding), "; ".join(reasons)
 
     def table(self) -> str:
         """The table of its files."""
-        counts = [str(sum(one.count for one in self.cases))]
+        counts = [str(sum(case.count for case in self.cases))]
         counts += [str(self.applying()), str(self.holding())]
         share = f"{100 * self.holding() / self.applying():.1f}% of those that apply"
         rows = [*self.rows(), ("all", *counts, share)]
@@ -92,12 +92,12 @@ class Suite:
         return "\n".join([*head, "|---|---|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)])
 
 
-def _tried(one: Case, servers: Any) -> str:
-    if one.check is None:
+def _tried(item: Case, servers: Any) -> str:
+    if item.check is None:
         return ""
     try:
-        one.check(servers)
+        item.check(servers)
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return f"{one.file}: {one.asked}: {said}" if one.holds else ""
-    return "" if one.holds else f"{one.file}: {one.asked}: it holds by now"
+        return f"{item.file}: {item.asked}: {said}" if item.holds else ""
+    return "" if item.holds else f"{item.file}: {item.asked}: it holds by now"

@@ -24,19 +24,19 @@ def logged(answer: Any) -> list[dict[str, Any]]:
 
 def counted(pieces: list[dict[str, Any]]) -> None:
     """Continuous usage: sums are right, and tokens only grow."""
-    tokens = [one["usage"]["completion_tokens"] for one in pieces]
+    tokens = [piece["usage"]["completion_tokens"] for piece in pieces]
     assert tokens == sorted(tokens)
-    for one in pieces:
-        known = one["usage"]
+    for piece in pieces:
+        known = piece["usage"]
         assert known["total_tokens"] == known["prompt_tokens"] + known["completion_tokens"]
 
 
 @VLLM.case(CHAT, 6, "log-probabilities: none, none of others, five")
 def _(at: Servers) -> None:
     assert at.chat.chat(logprobs=False)["choices"][0]["logprobs"] is None
-    for most in (0, 5):
-        answer = at.chat.chat(logprobs=True, top_logprobs=most)
-        assert len(logged(answer)[0]["top_logprobs"]) == most
+    for limit in (0, 5):
+        answer = at.chat.chat(logprobs=True, top_logprobs=limit)
+        assert len(logged(answer)[0]["top_logprobs"]) == limit
 
 
 @VLLM.case(CHAT, 2, "more than 20 of them are refused")
@@ -48,10 +48,10 @@ def _(at: Servers) -> None:
 
 @VLLM.case(CHAT, 5, "prompt_logprobs: 0, 1, 2; -1 is refused; none")
 def _(at: Servers) -> None:
-    for most in (0, 1, 2):
-        shown = at.chat.chat(prompt_logprobs=most)["prompt_logprobs"]
+    for limit in (0, 1, 2):
+        shown = at.chat.chat(prompt_logprobs=limit)["prompt_logprobs"]
         assert shown[0] is None
-        assert max(most, 1) <= len(shown[3]) <= most + 1
+        assert max(limit, 1) <= len(shown[3]) <= limit + 1
     at.chat.chat(400, prompt_logprobs=-1)
     assert "prompt_logprobs" not in at.chat.chat()
 
@@ -72,9 +72,9 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     path, given = "/v1/chat/completions", {"messages": HI, "max_tokens": 8}
     none = at.chat.stream(path, **given, stream_options={"include_usage": False})
-    assert all(one.get("usage") is None for one in none)
+    assert all(item.get("usage") is None for item in none)
     *pieces, last = at.chat.stream(path, **given, stream_options=USAGE)
-    assert all(one["usage"] is None for one in pieces)
+    assert all(piece["usage"] is None for piece in pieces)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
     at.chat.chat(400, stream_options=USAGE)
     counted(at.chat.stream(path, **given, stream_options=BOTH, min_tokens=8))
@@ -229,12 +229,12 @@ VLLM.apart(TOKENS, 4, "parameters of a request class", OWN)
 @VLLM.case(TOKENS, 5, "log-probabilities of ids, of what is drawn, and the usual ones; streamed")
 def _(at: Servers) -> None:
     more = {"logprobs": True, "return_tokens_as_token_ids": True, "allowed_token_ids": [42]}
-    for wanted in ([5000], [100, 1000, 5000]):
-        answer = at.chat.chat(logprob_token_ids=wanted, max_tokens=1, **more)
+    for expected in ([5000], [100, 1000, 5000]):
+        answer = at.chat.chat(logprob_token_ids=expected, max_tokens=1, **more)
         (entry,) = logged(answer)
         assert entry["token"] == "token_id:42"
         ids = {int(top["token"].removeprefix("token_id:")) for top in entry["top_logprobs"]}
-        assert set(wanted) <= ids <= {*wanted, 42}
+        assert set(expected) <= ids <= {*expected, 42}
     at.chat.stream(
         "/v1/chat/completions", messages=HI, max_tokens=1, logprob_token_ids=[5000], **more
     )
@@ -297,7 +297,7 @@ def _(at: Servers) -> None:
             call = call_of(at.chat.chat(**more, max_tokens=80))
             assert json.loads(call["arguments"])["place"] in ("Rome", "Oslo")
         pieces = at.chat.stream("/v1/chat/completions", messages=HI, **more, max_tokens=80)
-        assert any(one["choices"][0]["delta"].get("tool_calls") for one in pieces)
+        assert any(piece["choices"][0]["delta"].get("tool_calls") for piece in pieces)
     at.chat.chat(tools=[TOOL], tool_choice="auto")
 
 
@@ -335,9 +335,9 @@ def _(at: Servers) -> None:
     more = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     given = {"messages": [HI, HI], "max_tokens": 8}
     answer = at.chat.post("/v1/chat/completions/batch", **given, **more, response_format=format)
-    assert [one["index"] for one in answer["choices"]] == [0, 1]
+    assert [item["index"] for item in answer["choices"]] == [0, 1]
     assert said(answer) == '"yes"'
-    assert all(one["token"].startswith("token_id:") for one in logged(answer))
+    assert all(item["token"].startswith("token_id:") for item in logged(answer))
 
 
 @VLLM.case(

@@ -31,7 +31,7 @@ def _(at: Servers) -> None:
         assert response(at, **given)["output"][-1]["type"] == "message"
     logged = response(at, include=["message.output_text.logprobs"], top_logprobs=5)
     assert len(logged["output"][-1]["content"][-1]["logprobs"][0]["top_logprobs"]) == 5
-    kinds = [one["type"] for one in at.chat.stream(RESPONSES, input="Hi", max_output_tokens=300)]
+    kinds = [item["type"] for item in at.chat.stream(RESPONSES, input="Hi", max_output_tokens=300)]
     assert kinds[0] == "response.created"
     assert "response.output_text.delta" in kinds
     assert kinds[-1] in ("response.completed", "response.incomplete")
@@ -46,7 +46,7 @@ def _(at: Servers) -> None:
     for choice in ("required", named):
         more = {"tool_choice": choice, "parallel_tool_calls": False}
         made = response(at, tools=[FLAT], max_output_tokens=80, **more)
-        (call,) = (one for one in made["output"] if one["type"] == "function_call")
+        (call,) = (item for item in made["output"] if item["type"] == "function_call")
         assert json.loads(call["arguments"])["place"] in ("Rome", "Oslo")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny"}
     response(at, input=[*HI, call, output])
@@ -60,11 +60,11 @@ def _(at: Servers) -> None:
     given |= {"tool_choice": "required", "parallel_tool_calls": False}
     events = at.chat.stream(RESPONSES, **given)
     opened: list[str] = []
-    for one in events:
-        if one["type"] in PAIRS.values():
-            opened.append(one["type"])
-        elif one["type"] in PAIRS:
-            assert opened.pop() == PAIRS[one["type"]]
+    for event in events:
+        if event["type"] in PAIRS.values():
+            opened.append(event["type"])
+        elif event["type"] in PAIRS:
+            assert opened.pop() == PAIRS[event["type"]]
     assert not opened
     deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
     (done,) = (e for e in events if e["type"] == "response.function_call_arguments.done")
@@ -85,10 +85,10 @@ def _(at: Servers) -> None:
     text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
     assert events[-1]["response"]["output"][-1]["content"][0]["text"] == text
     logged = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
-    for one in at.chat.stream(RESPONSES, input="Hi", max_output_tokens=8, **logged):
-        if one["type"] == "response.output_text.delta":
-            assert all(each["logprob"] <= 0 for each in one["logprobs"])
-            assert all(len(each["top_logprobs"]) == 3 for each in one["logprobs"])
+    for item in at.chat.stream(RESPONSES, input="Hi", max_output_tokens=8, **logged):
+        if item["type"] == "response.output_text.delta":
+            assert all(item["logprob"] <= 0 for item in item["logprobs"])
+            assert all(len(item["top_logprobs"]) == 3 for item in item["logprobs"])
     cut = response(at, max_output_tokens=3, reasoning={"effort": "low"})
     assert (cut["status"], cut["incomplete_details"]["reason"]) == (
         "incomplete",
@@ -161,8 +161,8 @@ def _(at: Servers) -> None:
         "/v1/chat/completions", messages=HI, max_tokens=4, return_token_ids=True
     )
     assert pieces[0]["prompt_token_ids"]
-    assert not any("prompt_token_ids" in one for one in pieces[1:])
-    assert sum(len(one["choices"][0].get("token_ids", ())) for one in pieces) >= 4
+    assert not any("prompt_token_ids" in piece for piece in pieces[1:])
+    assert sum(len(piece["choices"][0].get("token_ids", ())) for piece in pieces) >= 4
 
 
 @VLLM.case("test_return_tokens_as_ids.py", 2, "tokens by their ids")
@@ -227,10 +227,10 @@ TOKENS = "serve/tokenize/test_tokenization.py"
 )
 def _(at: Servers) -> None:
     for special in (False, True):
-        one = at.chat.post("/tokenize", prompt="vllm1 This is a test.", add_special_tokens=special)
-        assert one["count"] == len(one["tokens"])
-        assert one["max_model_len"] > 0
-        assert one["token_strs"] is None
+        item = at.chat.post("/tokenize", prompt="vllm1 This is a test.", add_special_tokens=special)
+        assert item["count"] == len(item["tokens"])
+        assert item["max_model_len"] > 0
+        assert item["token_strs"] is None
     for tools in (None, [TOOL]):
         for begin in (False, True):
             at.chat.post("/tokenize", messages=HI, tools=tools, add_generation_prompt=begin)

@@ -37,9 +37,9 @@ def _(at: Servers) -> None:
 @VLLM.case(TEXT, 6, "log-probabilities: none, 0, 5, of ids, too many")
 def _(at: Servers) -> None:
     assert target_text(at.chat)["logprobs"] is None
-    for most in (0, 5):
-        shown = target_text(at.chat, logprobs=most)["logprobs"]
-        assert max(most, 1) <= len(shown["top_logprobs"][0]) <= most + 1
+    for limit in (0, 5):
+        shown = target_text(at.chat, logprobs=limit)["logprobs"]
+        assert max(limit, 1) <= len(shown["top_logprobs"][0]) <= limit + 1
     more = {"logprob_token_ids": [5000], "allowed_token_ids": [42], "logprobs": 1}
     shown = target_text(at.chat, **more, return_tokens_as_token_ids=True, max_tokens=1)
     assert shown["logprobs"]["tokens"] == ["token_id:42"]
@@ -51,9 +51,9 @@ def _(at: Servers) -> None:
 @VLLM.case(TEXT, 4, "prompt_logprobs of several prompts")
 def _(at: Servers) -> None:
     at.chat.text(400, prompt=ROBOT, prompt_logprobs=-1)
-    for most in (0, 1):
-        choices = at.chat.text(prompt=ROBOT, prompt_logprobs=most)["choices"]
-        assert all(one["prompt_logprobs"] for one in choices)
+    for limit in (0, 1):
+        choices = at.chat.text(prompt=ROBOT, prompt_logprobs=limit)["choices"]
+        assert all(choice["prompt_logprobs"] for choice in choices)
     assert target_text(at.chat, prompt=ROBOT).get("prompt_logprobs") is None
 
 
@@ -62,10 +62,14 @@ def _(at: Servers) -> None:
     path, given = "/v1/completions", {"prompt": "What is an LLM?", "max_tokens": 5}
     whole = target_text(at.chat, **given, temperature=0)["text"]
     pieces = at.chat.stream(path, **given, temperature=0)
-    assert "".join(one["choices"][0]["text"] for one in pieces) == whole
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole
     many = {"n": 3, "seed": 42, "temperature": 1.0, "max_tokens": 24}
-    assert len({one["text"] for one in at.chat.text(**many)["choices"]}) == 3
-    assert {one["choices"][0]["index"] for one in at.chat.stream(path, **given | many)} == {0, 1, 2}
+    assert len({item["text"] for item in at.chat.text(**many)["choices"]}) == 3
+    assert {item["choices"][0]["index"] for item in at.chat.stream(path, **given | many)} == {
+        0,
+        1,
+        2,
+    }
     counted(at.chat.stream(path, **given, stream_options=BOTH))
     assert at.chat.stream(path, **given, stream_options={})[-1].get("usage") is None
     at.chat.text(400, stream_options=USAGE)
@@ -82,8 +86,8 @@ def _(at: Servers) -> None:
 
 @VLLM.case(TEXT, 2, "echo with log-probabilities")
 def _(at: Servers) -> None:
-    for most in (0, 1):
-        choice = target_text(at.chat, echo=True, logprobs=most, max_tokens=5)
+    for limit in (0, 1):
+        choice = target_text(at.chat, echo=True, logprobs=limit, max_tokens=5)
         assert choice["text"].startswith("Once upon a time")
         assert choice["logprobs"]["token_logprobs"][0] is None
         assert choice["logprobs"]["top_logprobs"][0] is None
@@ -116,8 +120,8 @@ def _(at: Servers) -> None:
 
 @VLLM.case("models/test_models.py", 1, "models and their adapters")
 def _(at: Servers) -> None:
-    one, adapter, *_ = at.adapted.get("/v1/models")["data"]
-    assert one["root"]
+    item, adapter, *_ = at.adapted.get("/v1/models")["data"]
+    assert item["root"]
     assert (adapter["id"], adapter["parent"]) == ("a", "tiny")
 
 

@@ -26,10 +26,10 @@ def _(at: Servers) -> None:
     ids = at.classes.post("/tokenize", prompt="a b c")["tokens"]
     for given, count in (("a b c", 1), (ids, 1), (["a"] * 10, 10), ([ids] * 10, 10)):
         answer = classified(at, input=given)
-        assert [one["index"] for one in answer["data"]] == list(range(count))
-        for one in answer["data"]:
-            assert len(one["probs"]) == one["num_classes"]
-            assert one["label"]
+        assert [item["index"] for item in answer["data"]] == list(range(count))
+        for item in answer["data"]:
+            assert len(item["probs"]) == item["num_classes"]
+            assert item["label"]
     classified(at, 400, input=[])
     cut = classified(at, input="a " * 60, truncate_prompt_tokens=5)
     assert cut["usage"]["prompt_tokens"] == 5
@@ -114,8 +114,8 @@ def _(at: Servers) -> None:
 
 @VLLM.case(EMBED, 1, "use_activation: vectors that are not scaled")
 def _(at: Servers) -> None:
-    (one,) = embedded(at, use_activation=False)["data"]
-    assert abs(sum(x * x for x in one["embedding"]) - 1) > 1e-3
+    (item,) = embedded(at, use_activation=False)["data"]
+    assert abs(sum(x * x for x in item["embedding"]) - 1) > 1e-3
 
 
 @VLLM.case(EMBED, 2, "conversations; padding to a length", CHATS)
@@ -211,7 +211,7 @@ def ranks(target: Target) -> None:
     """Documents by score, the best documents, and a query that is too long."""
     given = {"query": "a", "documents": ["b", "c d", "e"]}
     results = target.post("/rerank", **given)["results"]
-    found = [one["relevance_score"] for one in results]
+    found = [result["relevance_score"] for result in results]
     assert found == sorted(found, reverse=True)
     best = target.post("/rerank", **given, top_n=2)["results"]
     assert best == results[:2]
@@ -271,8 +271,8 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     scores(at.late)
     ranks(at.late)
-    (one,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
-    assert len(one["data"][0]) == 16
+    (item,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
+    assert len(item["data"][0]) == 16
     at.late.post("/pooling", 400, input="a", task="embed")
 
 
@@ -281,8 +281,8 @@ VLLM.apart(LATE, 1, "images' arguments", "vLLM's own classes")
 
 @VLLM.case("pooling/token_embed/test_online.py", 5, "vectors of tokens; tasks that a model has not")
 def _(at: Servers) -> None:
-    (one,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
-    assert len(one["data"]) >= 4
+    (item,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
+    assert len(item["data"]) >= 4
     for task in ("embed", "classify", "token_classify", "plugin"):
         at.late.post("/pooling", 400, input="a", task=task)
 

@@ -62,25 +62,25 @@ def joined(deltas: Sequence[OutputDelta]) -> Read:
     for delta in deltas:
         found.content += delta.content
         found.reasoning += delta.reasoning
-        for one in delta.calls:
-            assert one.index not in ended
-            if one.index not in calls:
-                assert one.name is not None
-                assert one.id == "id"
-                assert one.index == len(calls)
-                calls[one.index] = one
+        for item in delta.calls:
+            assert item.index not in ended
+            if item.index not in calls:
+                assert item.name is not None
+                assert item.id == "id"
+                assert item.index == len(calls)
+                calls[item.index] = item
             else:
-                assert one.name is None
-                assert one.id is None
-                known = calls[one.index]
-                text = known.arguments + one.arguments
-                calls[one.index] = ToolCallDelta(one.index, "id", known.name, text, one.end)
-            if one.end:
-                ended.add(one.index)
+                assert item.name is None
+                assert item.id is None
+                known = calls[item.index]
+                text = known.arguments + item.arguments
+                calls[item.index] = ToolCallDelta(item.index, "id", known.name, text, item.end)
+            if item.end:
+                ended.add(item.index)
     assert ended == set(calls)
     for ends, listed in (("done", found.calls), ("cut", found.cut)):
-        own = (one for one in calls.values() if one.end == ends)
-        listed += [(one.name or "", one.arguments) for one in own]
+        own = (call for call in calls.values() if call.end == ends)
+        listed += [(item.name or "", item.arguments) for item in own]
     found.void = len(calls) - len(found.calls) - len(found.cut)
     return found
 

@@ -304,11 +304,11 @@ def test_arguments_come_as_they_are_written() -> None:
     for format, text in texts.items():
         reading = parser(format)
         deltas = [reading.push(sign) for sign in text]
-        pieces = [one for delta in deltas for one in delta.calls]
+        pieces = [call for delta in deltas for call in delta.calls]
         assert pieces[0].name == "weather"
         assert pieces[0].arguments in ("", "{")
         assert len(pieces) > 3
-        assert "".join(one.arguments for one in pieces) == '{"city": "Pa'
+        assert "".join(piece.arguments for piece in pieces) == '{"city": "Pa'
 
 
 def test_only_the_first_call_without_parallel_calls() -> None:
@@ -325,7 +325,7 @@ for wrong_name, wrong_text in WRONG:
 
 def test_each_name_of_a_specification_has_a_parser() -> None:
     assert set(get_args(ToolCalls)) == {"auto", *TOOL_CALL_FORMATS}
-    assert set(get_args(Reasoning)) == {"auto", "none", *(one.name for one in REASONING_FORMATS)}
+    assert set(get_args(Reasoning)) == {"auto", "none", *(item.name for item in REASONING_FORMATS)}
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)

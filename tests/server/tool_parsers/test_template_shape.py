@@ -210,5 +210,7 @@ def test_calls_that_are_shown_when_they_are_whole() -> None:
     deltas.append(settled.finish())
     shown_ = [delta.calls for delta in deltas if delta.calls]
     assert [calls[-1].end for calls in shown_] == ["done", "done"]
-    assert ["".join(one.arguments for one in calls) for calls in shown_] == ['{"city": "Rome"}'] * 2
+    assert ["".join(call.arguments for call in calls) for calls in shown_] == [
+        '{"city": "Rome"}'
+    ] * 2
     assert "".join(delta.content for delta in deltas) == bad

@@ -10,7 +10,7 @@
 
 namespace jinfer {
 
-// Format of quantized vectors in blocks of 32; see QuantFormat in jinfer/modelspec/quant_format.py.
+// Format of quantized vectors in blocks of 32; see QuantFormat in jinfer/quant_format.py.
 struct KvFormat {
   int bits, levels, per_code;
   bool symmetric;

@@ -17,7 +17,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Whether jinfer/modelspec/quant_format.py has this format.
+// Whether jinfer/quant_format.py has this format.
 inline bool is_supported(const KvFormat& c) {
   for (const CodeWidth& w : kWidths)
     if (c.bits == w.bits && c.levels == w.levels && c.per_code == w.per_code) return c.bits <= 8;

@@ -1,5 +1,5 @@
 // Code widths of quantized weights and cached vectors, as `_WIDTHS` of
-// jinfer/modelspec/quant_format.py.
+// jinfer/quant_format.py.
 #pragma once
 
 namespace jinfer {

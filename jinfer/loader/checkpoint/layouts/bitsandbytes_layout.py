@@ -84,8 +84,8 @@ def _join_four_bits(module: ModuleTensors, kind: str) -> None:
         return
 
     def decoded() -> np.ndarray:
-        each = np.array(values, np.float32)[codes()].reshape(-1)
-        return (each * np.repeat(absmax(), block)[:count]).reshape(shape)
+        looked_up = np.array(values, np.float32)[codes()].reshape(-1)
+        return (looked_up * np.repeat(absmax(), block)[:count]).reshape(shape)
 
     module.join_values(kind.upper(), (weight, *parts, table), shape, decoded, unneeded=unneeded)
 
@@ -107,8 +107,8 @@ def _absmax(
     table = module.need("weight.nested_quant_map", FLOATS, (256,))
 
     def read() -> np.ndarray:
-        each = as_float32(table)[stored.read()]
-        return each * np.repeat(as_float32(outer), size)[:blocks] + shift
+        factors = as_float32(table)[stored.read()]
+        return factors * np.repeat(as_float32(outer), size)[:blocks] + shift
 
     return read, [stored, outer, table]
 

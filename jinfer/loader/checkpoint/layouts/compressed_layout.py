@@ -13,12 +13,9 @@ What a module is stored as follows from its tensors, of several formats in a che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, group_count, unpack_stream
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, unpack_stream
 from jinfer.loader.checkpoint.layouts.microscaling_layout import join_mxfp4, join_nvfp4
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
@@ -62,7 +59,7 @@ def read_compressed(table: TensorTable, settings: QuantSettings) -> None:
             join_mxfp4(module, "weight_packed")
     for module in table.modules("weight", ("I8",)):
         join_int8(module, "weight_scale")
-    block = next((found for each in weights if (found := _block(each)) is not None), None)
+    block = next((found for group in weights if (found := _block(group)) is not None), None)
     for module in table.modules("weight", FP8):
         if module.has("weight_zero_point"):
             _check_zero(module)
@@ -78,11 +75,11 @@ def _weight_settings(settings: QuantSettings) -> list[QuantSettings]:
             raise settings.refused(f"{key}")
     groups = settings.inner("config_groups")
     names = list(groups.table) if groups is not None else []
-    tables += [each for name in names if groups is not None and (each := groups.inner(name))]
-    for each in tables:
-        if (format := each.text("format")) not in _FORMATS:
-            raise each.refused(f"format {format[:40]!r}")
-    return [found for each in tables if (found := each.inner("weights")) is not None]
+    tables += [group for name in names if groups is not None and (group := groups.inner(name))]
+    for group in tables:
+        if (format := group.text("format")) not in _FORMATS:
+            raise group.refused(f"format {format[:40]!r}")
+    return [found for group in tables if (found := group.inner("weights")) is not None]
 
 
 def _block(weights: QuantSettings) -> Block | None:
@@ -103,7 +100,7 @@ def _join_packed(module: ModuleTensors, weights: list[QuantSettings]) -> None:
     sizes = module.need("weight_shape", INDICES, (2,))
     outputs, inputs = (int(size) for size in sizes.read())
     rows, words = packed.shape
-    bits = {each.number("num_bits", among=_BITS) for each in weights}
+    bits = {settings.number("num_bits", among=_BITS) for settings in weights}
     bits = {b for b in bits if words == -(-inputs * b // 32)}
     if rows != outputs or len(bits) != 1 or inputs < 1:
         reason = f"is {list(packed.shape)}, which does not fit weight_shape {[outputs, inputs]}"
@@ -111,17 +108,10 @@ def _join_packed(module: ModuleTensors, weights: list[QuantSettings]) -> None:
     (b,) = bits
     scales = module.need("weight_scale", FLOATS, (outputs, None))
     groups = scales.shape[1]
-    group = _group_size(module, inputs, groups, [each.table for each in weights])
+    stated = [settings.value("group_size") for settings in weights]
+    group = module.group_size("weight_scale", inputs, groups, stated)
     zeros = module.find("weight_zero_point", WORDS, (-(-outputs * b // 32), groups))
     indices = module.find("weight_g_idx", INDICES, (inputs,))
-    order = None
-    if indices is not None:
-        found = np.asarray(indices.read()).astype(np.int64)
-        if not np.array_equal(found, np.arange(inputs) // group) and not (found == -1).all():
-            if not 0 <= int(found.min()) <= int(found.max()) < groups:
-                reason = f"names a group that is not one of the {groups}"
-                raise module.fail("weight_g_idx", reason)
-            order = found
 
     def codes() -> np.ndarray:
         return unpack_stream(packed.read(), b)[:, :inputs]
@@ -139,22 +129,7 @@ def _join_packed(module: ModuleTensors, weights: list[QuantSettings]) -> None:
         lambda: as_float32(scales),
         zero=1 << b - 1 if zeros is None else None,
         zeros=None if zeros is None else zero_points,
-        order=None if order is None else lambda: order,
+        order=module.input_groups("weight_g_idx", inputs, groups, group),
     )
     parts = (packed, scales, zeros, indices)
     module.join(f"INT{b} packed", parts, codes_of, unneeded=("weight_shape",))
-
-
-def _group_size(
-    module: ModuleTensors, inputs: int, groups: int, weights: list[Mapping[str, Any]]
-) -> int:
-    """The size of a group, as many as which there are scales."""
-    if groups == 1:
-        return inputs
-    for each in weights:
-        size = each.get("group_size")
-        if type(size) is int and size > 0 and group_count(inputs, size) == groups:
-            return size
-    if not groups or inputs % groups:
-        raise module.fail("weight_scale", f"has {groups} groups for {inputs} inputs")
-    return inputs // groups

@@ -28,7 +28,7 @@ from collections import defaultdict
 import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
-from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, group_count, unpack_stream
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, unpack_stream
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     INDICES,
@@ -88,8 +88,7 @@ def _join(
     if (qzeros is not None and 32 * qzeros.shape[1] != outputs * bits) or packed * 32 % bits:
         reason = f"is {list(qweight.shape)}, which does not fit {bits} bits and the other tensors"
         raise module.fail("qweight", reason)
-    group = _group_size(module, inputs, groups, group)
-    order = _order(module, inputs, groups, group)
+    group = module.group_size("scales", inputs, groups, (group if group > 0 else inputs,))
 
     def codes() -> np.ndarray:
         return unpack_stream(np.asarray(qweight.read()).T, bits)
@@ -110,34 +109,10 @@ def _join(
         scale,
         zero=1 << bits - 1 if symmetric else None,
         zeros=None if symmetric else zeros,
-        order=None if order is None else lambda: order,
+        order=module.input_groups("g_idx", inputs, groups, group),
     )
     indices = module.find("g_idx", INDICES)
     module.join(f"GPTQ {bits} bits", (qweight, scales, qzeros, indices), found)
-
-
-def _group_size(module: ModuleTensors, inputs: int, groups: int, group: int) -> int:
-    """The size of a group, as many as which there are scales."""
-    group = group if group > 0 else max(1, inputs)
-    if group_count(inputs, group) != groups:
-        if not groups or inputs % groups:
-            reason = f"has {groups} groups for {inputs} inputs, but group_size is {group}"
-            raise module.fail("scales", reason)
-        group = inputs // groups
-    return group
-
-
-def _order(module: ModuleTensors, inputs: int, groups: int, group: int) -> np.ndarray | None:
-    """The group of each input, where inputs were reordered (`desc_act`)."""
-    indices = module.find("g_idx", INDICES, (inputs,))
-    if indices is None:
-        return None
-    order = np.asarray(indices.read())
-    if np.array_equal(order, np.arange(inputs) // group):
-        return None
-    if inputs and not 0 <= int(order.min()) <= int(order.max()) < groups:
-        raise module.fail("g_idx", f"names a group that is not one of the {groups}")
-    return order.astype(np.int64)
 
 
 def _drop_zero_biases(table: TensorTable) -> None:
@@ -183,14 +158,10 @@ def _join_awq(module: ModuleTensors, group: int) -> None:
     scales = module.need("scales", FLOATS, (None, 8 * words))
     groups = scales.shape[0]
     qzeros = module.need("qzeros", WORDS, (groups, words))
-    group = group if group > 0 else max(1, inputs)
-    if group_count(inputs, group) != groups:
-        reason = f"has {groups} groups for {inputs} inputs, but group_size is {group}"
-        raise module.fail("scales", reason)
     found = GroupedCodes(
         (8 * words, inputs),
         4,
-        group,
+        module.group_size("scales", inputs, groups, (group if group > 0 else inputs,)),
         lambda: _unpack_awq(qweight.read()),
         lambda: np.ascontiguousarray(as_float32(scales).T),
         zeros=lambda: _unpack_awq(qzeros.read()).astype(np.float32),

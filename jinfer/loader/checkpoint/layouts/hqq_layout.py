@@ -97,14 +97,14 @@ def _join(module: ModuleTensors, params: QuantSettings) -> None:
 
 def _packed(rows: int, bits: int) -> int:
     """Rows of bytes, or of words of ten codes."""
-    each = 10 if bits == 3 else 8 // bits
-    return -(-rows // each)
+    per_word = 10 if bits == 3 else 8 // bits
+    return -(-rows // per_word)
 
 
 def _unpack(stored: np.ndarray, bits: int, rows: int) -> np.ndarray:
-    each = 10 if bits == 3 else 8 // bits
+    per_word = 10 if bits == 3 else 8 // bits
     mask = (1 << bits) - 1
-    shifts = range(bits * (each - 1), -1, -bits)
+    shifts = range(bits * (per_word - 1), -1, -bits)
     return np.concatenate([(stored >> s & mask).astype(np.uint8) for s in shifts])[:rows]
 
 

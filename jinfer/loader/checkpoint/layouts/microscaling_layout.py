@@ -151,8 +151,8 @@ def join_nvfp4(module: ModuleTensors, weight_leaf: str, global_leaf: str, *, div
     before = module.find("pre_quant_scale", FLOATS, (shape[-1],))
 
     def factor() -> np.ndarray:
-        each = stack if whole.shape[: len(stack)] == stack else ()
-        return as_float32(whole).reshape(*each, 1, 1)
+        lead = stack if whole.shape[: len(stack)] == stack else ()
+        return as_float32(whole).reshape(*lead, 1, 1)
 
     def unit() -> np.ndarray:
         return np.float32(1) / factor() if divide else factor()

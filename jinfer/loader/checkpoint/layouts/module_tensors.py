@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
-from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues, group_count
 
 INSTEAD = "use the original weights, or the model as GGUF"
 
@@ -206,6 +206,38 @@ class ModuleTensors:
     def fail(self, leaf: str, reason: str) -> CheckpointError:
         """Return an error about a tensor of the module."""
         return self.table.fail(self.prefix + leaf, reason)
+
+    def group_size(self, leaf: str, inputs: int, groups: int, stated: Iterable[Any]) -> int:
+        """Return the stated size that fits the number of groups, or the size of equal groups.
+
+        Args:
+            leaf: last name of the tensor of scales.
+            stated: sizes in the settings; other values than sizes are ignored.
+        """
+        if groups == 1:
+            return max(1, inputs)
+        for size in stated:
+            if type(size) is int and size > 0 and group_count(inputs, size) == groups:
+                return size
+        if not groups or inputs % groups:
+            raise self.fail(leaf, f"has {groups} groups for {inputs} inputs, unlike group_size")
+        return inputs // groups
+
+    def input_groups(
+        self, leaf: str, inputs: int, groups: int, group: int
+    ) -> Callable[[], np.ndarray] | None:
+        """Return the group of each input, if a tensor has others than input // group.
+
+        All -1 is a placeholder for none.
+        """
+        indices = self.find(leaf, INDICES, (inputs,))
+        order = None if indices is None else np.asarray(indices.read()).astype(np.int64)
+        usual = np.arange(inputs) // group
+        if order is None or (order == -1).all() or np.array_equal(order, usual):
+            return None
+        if not 0 <= int(order.min()) <= int(order.max()) < groups:
+            raise self.fail(leaf, f"names a group that is not one of the {groups}")
+        return lambda: order
 
     def join(
         self,

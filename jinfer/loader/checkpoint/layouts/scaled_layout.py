@@ -141,11 +141,11 @@ def _scale_shape(
         *stack, outputs, _ = weight
         if block is not None and scales == block_counts(weight, block):
             return scales
-        row, each = (*stack, outputs, 1), (*stack, 1, 1)
+        row, single = (*stack, outputs, 1), (*stack, 1, 1)
         if scales in (row, row[:-1]):
             return row
-        if scales in (each, (*stack, 1), tuple(stack)):
-            return each
+        if scales in (single, (*stack, 1), tuple(stack)):
+            return single
         if scales in ((), (1,)):
             return (1,) * len(weight)
     sizes = f" in blocks of {block[0]} x {block[1]}" if block is not None else ""
@@ -162,8 +162,8 @@ def _scaled_values(
 
     def of_rows() -> np.ndarray:
         factors = read_scale(scales).reshape(wide)
-        each = 1 if block is None else block[0]
-        rows = np.repeat(factors, each, axis=-2)[..., : weight.shape[-2], :]
+        height = 1 if block is None else block[0]
+        rows = np.repeat(factors, height, axis=-2)[..., : weight.shape[-2], :]
         return np.broadcast_to(rows, (*weight.shape[:-1], wide[-1]))
 
     size = weight.shape[-1] if block is None else block[1]
@@ -297,7 +297,7 @@ def _scale_of(table: TensorTable, name: str) -> str | None:
     names = [name + _INVERSE, name + "_scale"]
     if name.endswith(".weight"):
         names += [name.removesuffix("weight") + leaf for leaf in _LEAVES]
-    return next((each for each in names if table.find(each) is not None), None)
+    return next((scale for scale in names if table.find(scale) is not None), None)
 
 
 CODES = ".weight._data"

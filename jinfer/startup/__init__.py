@@ -1,1 +1,0 @@
-"""Start-up of a process: imports, source files of cache keys, thread priorities."""
