@@ -248,7 +248,9 @@ def gguf_cases() -> Iterator[Case]:
                 continue
             is_moe = "experts" in str(table.get("dims", {})) or "moe" in family
             is_latent = architecture in ("deepseek2", "deepseek32", "glm-dsa", "minicpm3")
-            more = GGUF_MOE if is_moe or (is_latent and architecture != "minicpm3") else {}
+            more: dict[str, Any] = (
+                GGUF_MOE if is_moe or (is_latent and architecture != "minicpm3") else {}
+            )
             more = more | (GGUF_LATENT if is_latent else {})
             more = more | (GGUF_INDEXER if architecture in ("deepseek32", "glm-dsa") else {})
             more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
