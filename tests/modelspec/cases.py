@@ -168,7 +168,7 @@ GGUF_INDEXER = {
     "attention.indexer.key_length": 16,
 }  # fmt: skip
 # Families whose layers differ: in numbers by layer, or in tensors that a layer has or has not.
-GGUF_LAYERS = {
+GGUF_LAYERS: dict[str, dict[str, Any]] = {
     "openelm": {
         "attention.head_count": [4, 8], "attention.head_count_kv": [2, 2],
         "feed_forward_length": [96, 128], "attention.key_length": 16,
