@@ -240,7 +240,7 @@ def test_soft_caps_of_gemma() -> None:
     capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     for family in ("gemma2", "gemma3"):
         config = LLAMA | {"sliding_window": 16, "query_pre_attn_scalar": 16}
-        plain = resolved_family(family, facts(config))
+        plain = resolved_family(family, facts(config | dict.fromkeys(capped, None)))
         spec = resolved_family(family, facts(config | capped))
         assert (attention(plain).softcap, attention(spec).softcap) == (None, 50.0)
         assert plain.decoder is not None

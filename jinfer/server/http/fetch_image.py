@@ -115,25 +115,31 @@ def _get(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str:
     with _connected(host, parts, deadline) as connection:
         headers = {"host": parts.netloc, "accept": "image/*", "accept-encoding": "identity"}
         connection.request("GET", path + query, headers={**headers, "user-agent": "jinfer"})
-        response = connection.getresponse()
-        if response.status in _MOVED and (target := response.getheader("location")):
-            return target
-        if response.status != 200:
-            raise _FetchError(f"answers with status {response.status}")
-        large = _FetchError(f"has an image of more than {max_bytes} bytes")
-        length = response.getheader("content-length", "0")
-        if length.isdecimal() and int(length) > max_bytes:
+        with connection.getresponse() as response:
+            if response.status in _MOVED and (target := response.getheader("location")):
+                return target
+            if response.status != 200:
+                raise _FetchError(f"answers with status {response.status}")
+            return _read(response, max_bytes, deadline)
+
+
+def _read(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -> bytes:
+    """Read a body of limited size, until the deadline."""
+    large = _FetchError(f"has an image of more than {max_bytes} bytes")
+    length = response.getheader("content-length", "")
+    announced = int(length) if length.isdecimal() else 0
+    if announced > max_bytes:
+        raise large
+    data = bytearray()
+    while piece := response.read1(_PIECE):
+        data += piece
+        if len(data) > max_bytes:
             raise large
-        data = bytearray()
-        while piece := response.read1(_PIECE):
-            data += piece
-            if len(data) > max_bytes:
-                raise large
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-        if length.isdecimal() and len(data) < int(length):
-            raise _FetchError("ends early")
-        return bytes(data)
+    if time.monotonic() >= deadline:
+        raise TimeoutError
+    if len(data) < announced:
+        raise _FetchError("ends early")
+    return bytes(data)
 
 
 @contextlib.contextmanager
