@@ -200,6 +200,8 @@ class Session:
         """As `LLM.close`."""
         self.closed = True
         self.thread.close()
+        if self.image_encoder is not None:
+            self.image_encoder.runner.release()
         self._lift()
         self._forget()
 
