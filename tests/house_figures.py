@@ -17,9 +17,9 @@ AVOIDED = re.compile(r"\b(told|beside|whatever|stands)\b", re.IGNORECASE)
 
 # Upper bounds.
 BOUNDS = {
-    "modules": 655,
-    "lines": 107_500,
-    "public classes": 900,
+    "modules": 610,
+    "lines": 108_500,
+    "public classes": 940,
     "floors": 11,
     "modules of the largest folder": 70,
     "words of documentation by hand": 45_000,

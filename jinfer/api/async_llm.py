@@ -179,7 +179,7 @@ class AsyncLLM(BaseLLM):
 async def _call_beside_loop[**P, T](
     given: Sequence[Any], make: Callable[P, T], /, *arguments: P.args, **more: P.kwargs
 ) -> T:
-    """Calls a function, in another thread if it has a constraint (grammar) to compile.
+    """Calls a function, in another thread if it has a constraint to compile.
 
     Compiling would block the event loop.
 

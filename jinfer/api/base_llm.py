@@ -137,7 +137,9 @@ class BaseLLM:
         return self.session.encode(prompt, special=special)
 
     def encode_chat(self, messages: str | Sequence[Message], **variables: Any) -> list[int]:
-        """Tokenizes a conversation with the chat template, up to where the model answers.
+        """Tokenizes a conversation with the chat template (`jinfer.template.chat_template`).
+
+        The prompt ends where the model answers.
 
         Args:
             messages: as `chat`.

@@ -170,7 +170,7 @@ def open_drafts(
 
 
 def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
-    """Frees the grammars and the trie of a closed model's tokenizer, if there are any."""
+    """Frees the grammars (`jinfer.sampling.structured`) and the trie of a closed model."""
     structured = sys.modules.get("jinfer.sampling.structured")
     if structured is not None and tokenizer is not None:
         structured.forget_constraints(tokenizer)

@@ -238,7 +238,7 @@ class LLM(BaseLLM):
         self.session.adapters.unload(name)
 
     def save_cache(self, path: str | Path) -> SavedCache:
-        """Writes what the prefix cache has to a file: keys and values of prompts and answers.
+        """Writes the prefix cache (`jinfer.engine.scheduling.block_manager`) to a file.
 
         Raises:
             RequestError: the file cannot be written; the model has no cache.

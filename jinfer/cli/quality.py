@@ -15,14 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
 
 from jinfer.api.llm import LLM
-from jinfer.cli.bench.bench_figures import plot, table
+from jinfer.cli.bench.bench_figures import check_plot, plot, table
 from jinfer.cli.bench.bench_figures import row as table_row
 from jinfer.cli.bench.llama_peer import ask
 from jinfer.cli.perplexity import TEXT, Window, perplexity, summary, text_windows
@@ -36,7 +35,8 @@ from jinfer.quant.quantize_matrix import Method
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
-QUICK = ("rtn", "mse")  # "gptq" takes a minute or more for each format
+# GPTQ (`jinfer.quant.gptq`) takes a minute or more for each format.
+QUICK = ("rtn", "mse")
 _HEADS = ("engine", "weights", "bits/weight", "error", "perplexity", "divergence", "same token")
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
@@ -240,9 +240,7 @@ def draw(rows: Sequence[QualityRow], file: str) -> None:
 )
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    if options.svg and find_spec("matplotlib") is None:
-        print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
-        return 2
+    check_plot(options.svg)
     text = Path(options.text).read_text(encoding="utf-8-sig")
     calibration = options.peer_imatrix and Path(options.peer_imatrix).read_text("utf-8-sig")
     first = LLM(options.source, **{"engine.context": options.length})

@@ -23,7 +23,7 @@ from jinfer.loader.model_files import ModelFiles, check_enclosed
 from jinfer.loader.weights.tensor_mapping import PIECE, by_name, row_reader, same_values
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.blocks import HeadSpec
-from jinfer.modelspec.config_lookup import lookup_in
+from jinfer.modelspec.config_lookup import item_of_list, lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.position_blocks import LearnedPositionsSpec, SinusoidalPositionsSpec
 from jinfer.modelspec.resolve_spec import VISION, CheckpointFacts, resolve
@@ -35,7 +35,7 @@ from jinfer.modelspec.spec_files import (
     image_layer,
     with_families,
 )
-from jinfer.modelspec.spec_values import MissingKey, row_counter
+from jinfer.modelspec.spec_values import row_counter
 from jinfer.modelspec.tensor_names import TensorMap
 
 
@@ -146,7 +146,7 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
             if config.get(full) is not None:
                 looked_up.add(full)
                 return without_infinity(config[full])
-        raise MissingKey(key)
+        return item_of_list(lookup, key)
 
     return CheckpointFacts("gguf", lookup, has, files.weights.name, rows)
 

@@ -68,7 +68,7 @@ class Block:
         return ""
 
     def undividable(self) -> str:
-        """Why tensor parallelism cannot divide it; "" if it can."""
+        """Why tensor parallelism (`jinfer.parallel.sharding_rules`) cannot divide it; "": can."""
         return ""
 
     def axes(self) -> dict[str, str]:

@@ -7,9 +7,10 @@ table does not mean that its keys were used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from jinfer.modelspec.spec_values import MissingKey
+from jinfer.modelspec.spec_values import MissingKey, NullKey
 
 # Transformers 5 writes these into the table `rope_parameters`, older files at the top level. Keys
 # in a table take precedence.
@@ -21,10 +22,14 @@ class RecordingTable(Mapping[str, Any]):
     """A table of a config.json that records each key read in `keys_read`, as a dotted path.
 
     Keys with null or an empty table count as absent.
+
+    Attributes:
+        nulls: the keys with null.
     """
 
     def __init__(self, table: Mapping[str, Any], key: str, keys_read: set[str]) -> None:
         self._table = {name: value for name, value in table.items() if not _is_absent(value)}
+        self.nulls = {name for name, value in table.items() if value is None}
         self._key, self._keys_read = key, keys_read
 
     def __getitem__(self, name: str) -> Any:
@@ -74,6 +79,17 @@ def lookup_in(table: Mapping[str, Any], keys_read: set[str] | None = None) -> Ca
     return lookup
 
 
+def item_of_list(lookup: Callable[[str], Any], key: str) -> Any:
+    """Looks up "name.index", an item of a list. Raises `MissingKey`."""
+    name, _, index = key.rpartition(".")
+    if name and index.isdecimal():
+        with suppress(MissingKey):
+            values = lookup(name)
+            if isinstance(values, list) and int(index) < len(values):
+                return values[int(index)]
+    raise MissingKey(key)
+
+
 def _inside(table: Mapping[str, Any], key: str, asked_for: str) -> Any:
     result: Any = table
     for part in key.split("."):
@@ -81,7 +97,8 @@ def _inside(table: Mapping[str, Any], key: str, asked_for: str) -> Any:
             result = result[int(part)]
             continue
         if not isinstance(result, Mapping) or part not in result:
-            raise MissingKey(asked_for)
+            is_null = isinstance(result, RecordingTable) and part in result.nulls
+            raise (NullKey if is_null else MissingKey)(asked_for)
         result = result[part]
     return result
 

@@ -26,6 +26,10 @@ class MissingKey(LookupError):
     """A `$key` that the checkpoint does not have."""
 
 
+class NullKey(MissingKey):
+    """A `$key` that is null, which counts as absent."""
+
+
 class MissingTensor(MissingKey):
     """A tensor that the checkpoint does not have."""
 
@@ -217,11 +221,22 @@ class _ValueScope:
             return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*map(self._of_layer, arguments))
+        if name == "is_null":
+            return self._is_null(*arguments)
         functions = FUNCTIONS | _OF_CONFIG
         if name not in functions:
-            known = nearest_hint(name, [*functions, "has", "rows"])
+            known = nearest_hint(name, [*functions, "has", "rows", "is_null"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
         return functions[name](*arguments)
+
+    def _is_null(self, key: str) -> bool:
+        try:
+            self.values.lookup(key)
+        except NullKey:
+            return True
+        except MissingKey:
+            pass
+        return False
 
     def _of_layer(self, pattern: Any) -> Any:
         """A pattern of tensor names with the layer's number for {i}, where there is a layer."""

@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): routing, and grouped matmul of tokens with their experts."""
+"""MoE routing (mixture of experts), and grouped matmul of tokens with their experts."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.cli import quality
+from jinfer.cli.bench import bench_figures
 from jinfer.cli.quality import divergence, main
 
 MODEL = Path(__file__).parents[1] / "goldens" / "gguf_llama2" / "model.gguf"
@@ -59,7 +59,7 @@ def test_divergence() -> None:
 def test_what_is_refused(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quality, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_figures, "find_spec", lambda name: None)
     cases = {
         (MODEL, "--text", tmp_path / "no"): "No such file",
         (tmp_path / "no.gguf", "--text", text): "there is no such file or folder",

@@ -56,6 +56,7 @@ FAMILIES = (
     *("xlm", "xlm_roberta_xl"),
 )
 ROTARY = ("rope_theta", "partial_rotary_factor")
+NEWER = {"full_attention", "sliding_attention", "llama_4_scaling_beta"}  # not in older files
 
 
 @cache
@@ -77,7 +78,7 @@ def published(model: dict[str, Any]) -> dict[str, Any]:
     """The config.json as files of the hub have it: without defaults, with older rotary keys."""
     config = {k: v for k, v in model["config"].items() if k not in model["defaults"]}
     rotary = config.get("rope_parameters")
-    if isinstance(rotary, dict) and not all(isinstance(v, dict) for v in rotary.values()):
+    if isinstance(rotary, dict) and not NEWER & rotary.keys():
         del config["rope_parameters"]
         config |= {key: rotary[key] for key in ROTARY if key in rotary}
         if rotary.get("rope_type", "default") != "default":

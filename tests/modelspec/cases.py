@@ -167,6 +167,18 @@ GGUF_INDEXER = {
     "attention.indexer.top_k": 12, "attention.indexer.head_count": 2,
     "attention.indexer.key_length": 16,
 }  # fmt: skip
+# Families whose layers differ: in numbers by layer, or in tensors that a layer has or has not.
+GGUF_LAYERS = {
+    "openelm": {
+        "attention.head_count": [4, 8], "attention.head_count_kv": [2, 2],
+        "feed_forward_length": [96, 128], "attention.key_length": 16,
+    },
+    "deci": {"attention.head_count_kv": 2},
+}  # fmt: skip
+GGUF_TENSORS = {
+    "deci": [f"blk.{i}.{name}.weight" for i in range(2)
+             for name in ("attn_norm", "attn_q", "ffn_norm", "ffn_up")],
+}  # fmt: skip
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
     "max_seq_len": 256, "shared_classifier": True,
@@ -217,7 +229,10 @@ def cases() -> list[Case]:
 def gguf_like(architecture: str, **more: Any) -> CheckpointFacts:
     """The least metadata of a GGUF file of any architecture."""
     metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
-    return gguf_facts({"general.architecture": architecture, **metadata}, {"output.weight": None})
+    tensors = ["output.weight", *GGUF_TENSORS.get(architecture, ())]
+    return gguf_facts(
+        {"general.architecture": architecture, **metadata}, dict.fromkeys(tensors, None)
+    )
 
 
 def gguf_cases() -> Iterator[Case]:
@@ -237,6 +252,7 @@ def gguf_cases() -> Iterator[Case]:
             more = more | (GGUF_LATENT if is_latent else {})
             more = more | (GGUF_INDEXER if architecture in ("deepseek32", "glm-dsa") else {})
             more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
+            more = more | GGUF_LAYERS.get(architecture, {})
             known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from jinfer.loader.resolve_model import without_infinity
-from jinfer.modelspec.config_lookup import lookup_in
+from jinfer.modelspec.config_lookup import item_of_list, lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import format_table, with_families
-from jinfer.modelspec.spec_values import MissingKey, SpecValues, row_counter
+from jinfer.modelspec.spec_values import SpecValues, row_counter
 from jinfer.modelspec.toml_tables import merge, nested
 
 PATH = "made-up.toml"
@@ -66,9 +66,7 @@ def gguf_facts(
     known = {key.removeprefix(prefix): value for key, value in metadata.items()}
 
     def lookup(key: str) -> Any:
-        if key not in known:
-            raise MissingKey(key)
-        return without_infinity(known[key])
+        return without_infinity(known[key]) if key in known else item_of_list(lookup, key)
 
     def has(pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in tensors)

@@ -123,6 +123,22 @@ def test_every_family_with_a_gguf_name_resolves(case: Case) -> None:
     assert unplaced(spec) == []
 
 
+@pytest.mark.parametrize("case", list(gguf_cases()), ids=lambda case: case.name)
+def test_metadata_precede_defaults(case: Case) -> None:
+    """Also where a family has a default of its own for config.json."""
+
+    def lookup(key: str) -> Any:
+        return {
+            "attention.layer_norm_rms_epsilon": 3e-4,
+            "attention.layer_norm_epsilon": 3e-4,
+            "rope.freq_base": 77777.0,
+        }.get(key) or case.facts.lookup(key)
+
+    dims = resolved_case(replace(case, facts=replace(case.facts, lookup=lookup))).dims
+    assert dims.get("eps", 3e-4) == 3e-4
+    assert dims.get("rope_theta", 77777.0) == 77777.0
+
+
 def test_every_family_is_tested() -> None:
     """Its values are compared: with a golden's, or in the tests of families, which name it."""
     files = [*TESTED_ELSEWHERE.glob("test_*.py"), *TESTED_ELSEWHERE.glob("../speculate/heads.py")]
@@ -240,7 +256,7 @@ def test_soft_caps_of_gemma() -> None:
     capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     for family in ("gemma2", "gemma3"):
         config = LLAMA | {"sliding_window": 16, "query_pre_attn_scalar": 16}
-        plain = resolved_family(family, facts(config))
+        plain = resolved_family(family, facts(config | dict.fromkeys(capped, None)))
         spec = resolved_family(family, facts(config | capped))
         assert (attention(plain).softcap, attention(spec).softcap) == (None, 50.0)
         assert plain.decoder is not None

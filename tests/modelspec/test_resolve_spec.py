@@ -298,12 +298,12 @@ def test_scaling_that_depends_on_the_length_served(
         dims__context=context,
         decoder__modules__attn__position__scaling={"rope_type": "longrope", "factor": 2},
     )
-    assert f" length={length})" in repr(resolved(table).stacks)
+    assert f" length={length}," in repr(resolved(table).stacks)
     assert resolved(table).fixed_rope_length is None
     for other, steady in (("yarn", None), ("dynamic", context)):
         table["decoder"]["modules"]["attn"]["position"]["scaling"]["rope_type"] = other
         spec = resolved(table)
-        assert " length=None)" in repr(spec.stacks)
+        assert " length=None," in repr(spec.stacks)
         assert (spec.fixed_rope_length, spec.dynamic_factor) == (steady, 2.0 if steady else 1.0)
 
 

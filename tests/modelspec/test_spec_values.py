@@ -292,7 +292,7 @@ def test_chain_of_dims_cannot_grow_without_end(unit: str) -> None:
 def test_lookup_in_nested_tables() -> None:
     lookup = lookup_in(CONFIG)
     assert lookup("rope.deep.er") == 7
-    for key in ("missing", "window", "rope.null", "rope.theta.x", "types.0"):
+    for key in ("missing", "window", "rope.null", "rope.theta.x", "types.9"):
         with pytest.raises(MissingKey):
             lookup(key)
 

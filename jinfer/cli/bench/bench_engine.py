@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 from jinfer.api.llm import LLM
-from jinfer.cli.bench.bench_figures import plot, spread, spread_text, table
+from jinfer.cli.bench.bench_figures import check_plot, plot, spread, spread_text, table
 from jinfer.cli.run_command import JSON, SOURCE, SVG, command, write_json
 from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.output.completion import Chunk, Usage
@@ -237,6 +237,7 @@ def drawing(streams: Sequence[BenchStream], path: str) -> None:
 )
 def main(options: argparse.Namespace) -> int:
     """Print the measurements."""
+    check_plot(options.svg)
     rng = random.Random(options.seed)
     keys: dict[str, Any] = {
         "engine.slots": 16,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
+
+from jinfer.loader.sources import SourceError
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -26,6 +29,12 @@ def row(cells: Iterable[object]) -> str:
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table as Markdown."""
     return "\n".join([row(heads), "|" + "---|" * len(heads), *map(row, rows)])
+
+
+def check_plot(path: str | None) -> None:
+    """Raises `SourceError` if a plot is to be drawn and cannot be."""
+    if path and find_spec("matplotlib") is None:
+        raise SourceError("--svg: matplotlib is missing; pip install 'jinfer[plots]'")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from jinfer.cli.bench.bench_figures import plot, table
+from jinfer.cli.bench.bench_figures import check_plot, plot, table
 from jinfer.cli.run_command import JSON, SVG, command, write_json
 from jinfer.cli.terminal.argument_parser import argument, one_of
 from jinfer.loader.sources import SourceError
@@ -523,6 +523,7 @@ def main(options: argparse.Namespace) -> int:
     if find_spec("httpx") is None:
         needed = f"run: {sys.executable} -m pip install 'jinfer[bench]'"
         raise SourceError(f"this needs the package httpx; {needed}")
+    check_plot(options.svg)
     rows = asyncio.run(measure(options))
     print(table(_HEADS, map(cells, rows)))
     for row in rows:

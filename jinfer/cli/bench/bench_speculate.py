@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinfer.api.llm import LLM
-from jinfer.cli.bench.bench_figures import plot, row, spread, spread_text, table
+from jinfer.cli.bench.bench_figures import check_plot, plot, row, spread, spread_text, table
 from jinfer.cli.run_command import JSON, SET, SOURCE, SVG, command, overrides_of, write_json
 from jinfer.cli.terminal.argument_parser import argument
 from jinfer.engine.output.completion import Completion
@@ -142,6 +142,7 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
 )
 def main(options: argparse.Namespace) -> int:
     """Print the measurements."""
+    check_plot(options.svg)
     overrides = overrides_of(options.set)
     slots = max(options.streams)
     found: list[DraftGain] = []

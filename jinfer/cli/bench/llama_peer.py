@@ -140,7 +140,8 @@ def quantize(api: Any, source: str, out: str, type_name: str, imatrix: str | Non
     """Write a GGUF file in another type, such as "Q3_K_M"; llama.cpp picks each tensor's type.
 
     Args:
-        imatrix: a .npz file, the mean squares of the inputs of each tensor by its name.
+        imatrix: a .npz file (`jinfer.cli.quantize.importance_matrix`), the mean squares of the
+            inputs of each tensor by its name.
     """
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{type_name}")

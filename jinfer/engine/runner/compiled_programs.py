@@ -284,7 +284,7 @@ class CompiledPrograms:
         return state if self.device is None else jax.device_put(state, self.device)
 
     def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Abstract block tables."""
+        """Abstract block tables, as `jinfer.engine.scheduling.block_manager` fills them."""
         shapes = self.sizes.table_shapes(rows)
         return {group: jax.ShapeDtypeStruct(shape, np.int32) for group, shape in shapes.items()}
 

@@ -1,4 +1,4 @@
-"""Tree attention, verification: drafted tokens are computed in one call and sampled as without.
+"""Verify step, tree attention: drafted tokens are computed in one call and sampled as without.
 
 A draft is a tree of tokens that may follow a sequence; its root is the sequence's last token. The
 ordinary sampler samples after the root. If a child of the root has the sampled token, sampling goes

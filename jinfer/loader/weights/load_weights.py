@@ -1,4 +1,4 @@
-"""Weight loading: the plan of a model's weights becomes parameters on its devices."""
+"""Weight loader: the plan of a model's weights becomes parameters on its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention of a flat batch, and attention of whole texts without a cache.
+"""Attention backends: paged attention of a flat batch, and of whole texts without a cache.
 
 `extend` writes new tokens' keys and values to the cache and lets each token attend to its
 predecessors; `attend` only reads; `attend_text` needs no cache. A custom call (CPU) or a kernel

@@ -92,7 +92,6 @@ def examine(source: ModelSource) -> tuple[str, int]:
     return "", sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
-_log = logging.getLogger("jinfer.server")
 _LEAVING = 0.1  # seconds between two checks whether a model is unloaded
 _DOZES = 2  # sleep level of idle models
 

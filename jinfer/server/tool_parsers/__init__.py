@@ -1,4 +1,4 @@
-"""Tool-call and reasoning parsers, which read streamed text incrementally.
+"""Tool parsers and reasoning parsers, which read streamed text incrementally.
 
 The parser of a format is a generator that pauses where it needs more text (`ToolCallParser` runs
 it). So it reads like a parser of a whole text, and its result does not depend on how the text is

@@ -147,7 +147,6 @@ def not_followed(family: str, keys: dict[str, Any]) -> set[str]:
     [
         ("albert", {"num_hidden_groups": 2, "inner_group_num": 3}),
         ("deberta_v2", {"pos_att_type": ["p2c"], "norm_rel_ebd": "none"}),
-        ("deberta_v2", {"relative_attention": False}),
         ("exaone", {"layer_types": ["sliding_attention"], "sliding_window": "x"}),
         ("gptj", {"scale_attn_weights": False}),
         ("gpt_neo", {"attention_types": [[["local"], 2]]}),

@@ -82,6 +82,8 @@ def test_every_family_with_separate_experts_has_both() -> None:
     separate = [name for name in families if "experts.{e}" in json.dumps(entries(name))]
     assert len(separate) >= 6
     for name in separate:
-        assert entries(name)["decoder.{i}.ffn.experts.down.weight"].endswith(".experts.down_proj")
-        if "decoder.{i}.ffn.experts.gate" in entries(name):
-            assert entries(name)["decoder.{i}.ffn.experts.{gate,up}.weight"]["axis"] == 1
+        block = "moe" if "decoder.{i}.moe.experts.down" in entries(name) else "ffn"
+        experts = f"decoder.{{i}}.{block}.experts"
+        assert entries(name)[f"{experts}.down.weight"].endswith(".experts.down_proj")
+        if f"{experts}.gate" in entries(name):
+            assert entries(name)[f"{experts}.{{gate,up}}.weight"]["axis"] == 1

@@ -41,7 +41,7 @@ def test_shared_parameters_count_once() -> None:
     layer = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
     assert sizes.parameters == tables + 129 * 768 + layer + 768 * 769 == 11_683_584
     deberta = BERT | {"vocab_size": 128100, "position_buckets": 256, "type_vocab_size": 0}
-    deberta["position_biased_input"] = False
+    deberta |= {"position_biased_input": False, "relative_attention": True}
     assert sizes_of(spec_of("deberta_v2", deberta)).parameters == 183_831_552
 
 
