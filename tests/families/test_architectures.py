@@ -37,7 +37,7 @@ FAMILIES = (
         "cwm",
         "deberta",
     ),
-    *("data2vec_text", "deci", "diffllama", "emu3", "ernie", "esm", "esmc", "flex_olmo", "fsmt"),
+    *("codeshell", "data2vec_text", "deci", "diffllama", "emu3", "ernie", "esm", "esmc", "flex_olmo", "fsmt"),
     *("gemma4_unified", "gpt_neox_japanese", "granite_moe_shared", "granite_moe_swa", "hrm_text"),
     *("hunyuan_moe", "hy_v3", "ibert", "jais2", "laguna", "layoutlm", "led", "longcat_flash"),
     *("longformer", "longt5", "luke", "megatron_bert", "mellum", "ministral", "mvp"),

@@ -167,6 +167,9 @@ GGUF_INDEXER = {
     "attention.indexer.top_k": 12, "attention.indexer.head_count": 2,
     "attention.indexer.key_length": 16,
 }  # fmt: skip
+GGUF_LAYERS = [
+    f"blk.{i}.{name}.weight" for i in (0, 1) for name in ("attn_norm", "attn_q", "ffn_norm", "ffn_up")
+]
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
     "max_seq_len": 256, "shared_classifier": True,
@@ -212,10 +215,10 @@ def cases() -> list[Case]:
     return [*map(golden, golden_folders()), *map(made_up, MADE_UP)]
 
 
-def gguf_like(architecture: str, **more: Any) -> CheckpointFacts:
+def gguf_like(architecture: str, *tensors: str, **more: Any) -> CheckpointFacts:
     """The least metadata of a GGUF file of any architecture."""
     metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
-    return gguf_facts({"general.architecture": architecture, **metadata}, {"output.weight": None})
+    return gguf_facts({"general.architecture": architecture, **metadata}, dict.fromkeys(("output.weight", *tensors)))
 
 
 def gguf_cases() -> Iterator[Case]:
@@ -235,7 +238,8 @@ def gguf_cases() -> Iterator[Case]:
             more = more | (GGUF_LATENT if is_latent else {})
             more = more | (GGUF_INDEXER if architecture in ("deepseek32", "glm-dsa") else {})
             more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
-            known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
+            tensors = GGUF_LAYERS if family == "deci" else ()
+            known = gguf_like(architecture, *tensors, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))
 
 
