@@ -168,7 +168,9 @@ GGUF_INDEXER = {
     "attention.indexer.key_length": 16,
 }  # fmt: skip
 GGUF_LAYERS = [
-    f"blk.{i}.{name}.weight" for i in (0, 1) for name in ("attn_norm", "attn_q", "ffn_norm", "ffn_up")
+    f"blk.{i}.{name}.weight"
+    for i in (0, 1)
+    for name in ("attn_norm", "attn_q", "ffn_norm", "ffn_up")
 ]
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
@@ -218,7 +220,10 @@ def cases() -> list[Case]:
 def gguf_like(architecture: str, *tensors: str, **more: Any) -> CheckpointFacts:
     """The least metadata of a GGUF file of any architecture."""
     metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
-    return gguf_facts({"general.architecture": architecture, **metadata}, dict.fromkeys(("output.weight", *tensors)))
+    return gguf_facts(
+        {"general.architecture": architecture, **metadata},
+        dict.fromkeys(("output.weight", *tensors)),
+    )
 
 
 def gguf_cases() -> Iterator[Case]:
