@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinfer.distributed.job_config import JobConfig, find_job
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.parallel.distributed.job_config import JobConfig, find_job
 from jinfer.progress import task
 from jinfer.startup import gc_paused, importing
 

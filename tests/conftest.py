@@ -65,7 +65,7 @@ LONGEST = (
     *("tests/parallel/test_eight.py", "tests/test_goldens.py", "tests/test_docs.py"),
     *(
         "tests/kernels_pallas/test_paged_attention.py",
-        "tests/distributed/",
+        "tests/parallel/distributed/",
         "tests/test_lifetime.py",
     ),
     *("tests/speculate/", "tests/engine/", "tests/server/", "tests/ops/", "tests/test_wheel.py"),

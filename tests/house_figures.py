@@ -17,10 +17,10 @@ AVOIDED = re.compile(r"\b(told|beside|whatever|stands)\b", re.IGNORECASE)
 
 # Upper bounds.
 BOUNDS = {
-    "modules": 610,
+    "modules": 600,
     "lines": 108_500,
     "public classes": 940,
-    "floors": 11,
+    "floors": 10,
     "modules of the largest folder": 70,
     "words of documentation by hand": 45_000,
     "avoided words in documentation": 20,

@@ -27,8 +27,7 @@ LEVELS = [
     {"nn"},
     {"sampling"},
     {"engine", "loader"},
-    {"parallel"},
-    {"distributed", "speculate"},
+    {"parallel", "speculate"},
     {"api"},
     {"jinfer", "views"},
     {"cli"},
@@ -46,7 +45,6 @@ FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
 JAX_UNITS = {
     "api",
     "cpu",
-    "distributed",
     "engine",
     "kernels_pallas",
     "loader",
@@ -61,8 +59,8 @@ JAX_UNITS = {
 }
 # Modules that read JAX's private parts, and why. Nothing replaces them.
 PRIVATE_JAX = {
-    "jinfer/distributed/collective_address.py": "the address of gloo's sockets",
-    "jinfer/distributed/job_config.py": "clusters that JAX detects",
+    "jinfer/parallel/distributed/collective_address.py": "the address of gloo's sockets",
+    "jinfer/parallel/distributed/job_config.py": "clusters that JAX detects",
     "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
     "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
     "jinfer/ops/cpu_library.py": "whether XLA has started",
@@ -78,7 +76,7 @@ NAMES_IN_STRINGS = {
 MAX_LINES = 600
 LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
 
-MAX_FLOORS = 11
+MAX_FLOORS = 10
 MAX_FILES = 25  # modules in a folder of jinfer/server
 # Packages whose sub-folders import each other, and why.
 FOLDER_CIRCLES: dict[str, str] = {}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jinfer.distributed.job_config import PORT, JobConfig, find_job
-from jinfer.distributed.rendezvous import JOIN_SECONDS_VARIABLE, KEY
+from jinfer.parallel.distributed.job_config import PORT, JobConfig, find_job
+from jinfer.parallel.distributed.rendezvous import JOIN_SECONDS_VARIABLE, KEY
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.serve_flags import FLAGS, model_sources_of, parse_options, server_settings_of
 

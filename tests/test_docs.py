@@ -104,7 +104,7 @@ ELSEWHERE = {
 NOT_IMPORTABLE = {
     "import torch": "makes goldens, in an environment of its own",
     "from ray import serve": "needs Ray, and serves until it is told to stop",
-    "import ray": "as the other one; tests/distributed/test_ray.py runs it",
+    "import ray": "as the other one; tests/parallel/distributed/test_ray.py runs it",
 }
 # Commands that do nothing without arguments.
 NAMES = {command.name for command in COMMANDS} - {"list"}

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jinfer.disk_cache import DiskCache
-from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps
@@ -42,6 +41,7 @@ from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.nn.lora_rows import is_adapter
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.ops.backend import backend
+from jinfer.parallel.distributed.current_group import current_group
 from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.tokenizer import Tokenizer
@@ -281,7 +281,7 @@ def _in_stages(opened: Opened, model: AbstractModel) -> CompiledPrograms:
 
 
 def _in_processes(opened: Opened, model: AbstractModel) -> CompiledPrograms:
-    from jinfer.distributed.build_programs import build_distributed_programs
+    from jinfer.parallel.distributed.build_programs import build_distributed_programs
 
     group = current_group()
     assert group is not None, "the process has joined a job"

@@ -13,11 +13,6 @@ import jax.numpy as jnp
 from jinfer.api.build_engine import build_engine, load
 from jinfer.api.loaded_adapters import with_merged_adapters
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.current_group import current_group
-from jinfer.distributed.initialize import join_job
-from jinfer.distributed.job_config import JobConfig
-from jinfer.distributed.process_group import LOST
-from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
@@ -26,6 +21,11 @@ from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.loader.weights.quantized_cache import with_formats
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.ops.backend import start
+from jinfer.parallel.distributed.current_group import current_group
+from jinfer.parallel.distributed.distributed_pipeline import worker_loop
+from jinfer.parallel.distributed.initialize import join_job
+from jinfer.parallel.distributed.job_config import JobConfig
+from jinfer.parallel.distributed.process_group import LOST
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 

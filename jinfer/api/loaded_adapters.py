@@ -13,7 +13,6 @@ import numpy as np
 
 from jinfer.api.build_engine import place_parameters
 from jinfer.api.model_weights import ModelWeights
-from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import AdapterUse, EngineError, RequestError
@@ -24,6 +23,7 @@ from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
 from jinfer.nn.lora_rows import AdapterSlots, is_adapter
+from jinfer.parallel.distributed.current_group import current_group
 
 if TYPE_CHECKING:
     from jinfer.loader.adapters.lora_adapter import LoraAdapter

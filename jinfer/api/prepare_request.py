@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.prompt_images import PromptImages
 from jinfer.engine.requests import ImageSpan, Request, RequestError
@@ -17,6 +16,7 @@ from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.thinking_budget import ThinkingLimit
 from jinfer.loader.open_model import Opened
 from jinfer.modelspec.image_table import ImageSpec
+from jinfer.parallel.distributed.current_group import current_group
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.logits_processors import LogitsProcessor, LogitsProcessors
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams

@@ -50,7 +50,6 @@ from jinfer.api.prompt_inputs import (
     parse_params,
     parse_prompt,
 )
-from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import AdapterUse, ImageSpan, Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
@@ -68,6 +67,7 @@ from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.backend import start
 from jinfer.ops.cpu_library import limit_threads
 from jinfer.ops.disable_kernels import disabled_kernels
+from jinfer.parallel.distributed.current_group import refuse_on_worker
 from jinfer.progress import track
 from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_field import parameter_hint

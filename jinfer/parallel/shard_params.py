@@ -17,7 +17,6 @@ from jinfer.quant.quantized_tensor import (
     abstract,
     from_codes,
     to_codes,
-    with_columns,
 )
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled
@@ -80,16 +79,6 @@ def quant_block(parameter: Any) -> int:
     if not isinstance(parameter, QuantizedTensor):
         return 1
     return SUPER if parameter.format.two_level else parameter.format.block
-
-
-def packed_for_target(values: Any) -> Any:
-    """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target_platform`)."""
-    if isinstance(values, OutlierTensor | ReorderedTensor):
-        return replace(values, rounded=packed_for_target(values.rounded))
-    if isinstance(values, QuantizedTensor):
-        repacked = with_columns(values, columns_here(values.format))
-        return replace(repacked, activations=values.activations)
-    return values
 
 
 def slice_shard(values: Any, sharding: ParameterSharding, device: int) -> Any:

@@ -15,10 +15,11 @@ from jinfer.engine.scheduling.cache_size import trim
 from jinfer.loader.weights.load_weights import load
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.read_parameter import RowSlice
+from jinfer.loader.weights.storage_plan import packed_for_target
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY
-from jinfer.parallel.shard_params import packed_for_target, slice_shard
+from jinfer.parallel.shard_params import slice_shard
 from jinfer.parallel.stage_model import ParameterSource, PipelineStage
 
 _TRIM_BYTES = 32 << 20  # freed bytes after which the allocator returns memory to the system

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.current_group import current_group
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.parallel.distributed.current_group import current_group
 from jinfer.server.core.endpoint import Endpoint, EndpointApp
 from jinfer.server.core.service import Service
 from jinfer.server.http import request_body

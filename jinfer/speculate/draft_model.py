@@ -18,10 +18,10 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.loader.weights.storage_plan import packed_for_target
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE, Cache
 from jinfer.ops.backend import target_platform
-from jinfer.parallel.shard_params import packed_for_target
 from jinfer.quant_format import Kind
 from jinfer.sampling.sampler_chain import sampler_sets
 from jinfer.speculate.draft_length import RunningMean

@@ -18,9 +18,9 @@ from jinfer.cli.terminal.argument_parser import (
     help_texts,
     spelled,
 )
-from jinfer.distributed import job_config
 from jinfer.modelspec.bounded_types import Size, from_text, option
 from jinfer.modelspec.foreign_names import flag_aliases, flag_hint
+from jinfer.parallel.distributed import job_config
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams

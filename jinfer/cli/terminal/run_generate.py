@@ -28,13 +28,13 @@ from jinfer.cli.terminal.generate_flags import sampling, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
 from jinfer.cli.terminal.slash_commands import image_part
 from jinfer.cli.terminal.text_wrap import WrappingWriter
-from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.completion import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.loader import model_catalogue
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
+from jinfer.parallel.distributed.job_config import find_job
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sandbox.safe_files import FileRefusedError, read_regular_file

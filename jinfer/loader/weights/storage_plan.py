@@ -42,7 +42,13 @@ from jinfer.quant import (
 )
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
-from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
+from jinfer.quant.quantized_tensor import (
+    MAX_COLUMNS,
+    Activations,
+    abstract,
+    columns_of,
+    with_columns,
+)
 from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.scaled_tensor import abstract_scaled
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
@@ -64,6 +70,16 @@ def columns_here(format: QuantFormat) -> int:
     if backend() == "gpu":
         return MAX_COLUMNS // format.per_code
     return columns_of(format)
+
+
+def packed_for_target(values: Any) -> Any:
+    """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target_platform`)."""
+    if isinstance(values, OutlierTensor | ReorderedTensor):
+        return replace(values, rounded=packed_for_target(values.rounded))
+    if isinstance(values, QuantizedTensor):
+        repacked = with_columns(values, columns_here(values.format))
+        return replace(repacked, activations=values.activations)
+    return values
 
 
 @dataclass(frozen=True)

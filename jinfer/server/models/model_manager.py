@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
+from jinfer.parallel.distributed.current_group import current_group
 from jinfer.server.http import http_errors
 from jinfer.server.http.http_errors import ApiError, RunsElsewhereError
 from jinfer.server.http.server_settings import ModelSource, ServerSettings

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.distributed.broadcast import broadcast_from_first, per_device
-from jinfer.distributed.process_group import ProcessGroup
 from jinfer.engine.requests import EngineError
-from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
 from jinfer.engine.runner.step_forms import CacheStep, EncoderStep, ForwardStep, StateStep, Step
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.parallel.device_groups import DeviceGroup, first_replica
+from jinfer.parallel.distributed.broadcast import broadcast_from_first, per_device
+from jinfer.parallel.distributed.process_group import ProcessGroup
 from jinfer.parallel.pipeline import Pipeline
 from jinfer.parallel.stage_programs import Launcher
 
@@ -290,6 +290,37 @@ class DistributedPipeline(Pipeline):
             yield
         except Exception as error:  # XLA's errors have several classes
             self.group.fail(error)
+
+
+def worker_loop(group: ProcessGroup, programs: CompiledPrograms, leaves: Sequence[Any]) -> None:
+    """Runs the programs of process 0's calls until it releases the model.
+
+    Args:
+        leaves: the parameters of all stages; abstract for stages of other processes.
+    """
+    pipeline: Any = programs.pipeline
+    assert isinstance(pipeline, DistributedPipeline), "this process has joined a job"
+    pipeline.leaves = leaves
+    while True:
+        message, arrays = group.receive()
+        match message:
+            case {"announce": key}:
+                programs.announce([key_of(key)])
+            case {"reset": "cache"}:
+                pipeline.caches = pipeline.allocate_kv_cache()
+            case {"reset": "state"}:
+                pipeline.states = pipeline.empty_state()
+            case {"call": number, "key": key, "arguments": arguments, "drop": dropped}:
+                group.one_way = True
+                pipeline.drop(dropped)
+                step = programs.step(key_of(key))
+                given = pipeline.decoded(step, arguments, arrays)
+                programs.get(key_of(key))(number, given)
+            case {"release": True}:
+                programs.release()
+                return
+            case {"end": _}:
+                group.ended(message)
 
 
 def key_of(fields: dict[str, Any]) -> StepKey:

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from jinfer.distributed import collective_address, rendezvous
-from jinfer.distributed.job_certificates import mutual_tls
-from jinfer.distributed.job_config import JobConfig, find_job
-from jinfer.distributed.rendezvous import Joined
-from jinfer.distributed.unsupported import check_stages
 from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_errors import SpecError
-from tests.distributed.jobs import free_port
+from jinfer.parallel.distributed import collective_address, rendezvous
+from jinfer.parallel.distributed.build_programs import check_stages
+from jinfer.parallel.distributed.job_certificates import mutual_tls
+from jinfer.parallel.distributed.job_config import JobConfig, find_job
+from jinfer.parallel.distributed.rendezvous import Joined
+from tests.parallel.distributed.jobs import free_port
 
 
 def test_flags_and_environment() -> None:
@@ -188,7 +188,7 @@ def test_an_address_that_is_taken(patience: pytest.MonkeyPatch, opened: list[Joi
 
 def test_pages_name_the_variables() -> None:
     """Recipes set what the code reads."""
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "deploy.md").read_text()
     for name in ("JINFER_COORDINATOR", "JINFER_PROCESSES", "JINFER_PROCESS", "JINFER_JOB_KEY"):
         assert name in page
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jinfer.loader.open_model import open_files
-from tests.distributed.jobs import free_port, ran, started_job
-from tests.distributed.test_ending import answering
+from tests.parallel.distributed.jobs import free_port, ran, started_job
+from tests.parallel.distributed.test_ending import answering
 from tools.bench_models import LlamaShape, make_up
 
 SMALL = LlamaShape(22, 64, 32, 4, 128, context=512)  # as many programs, of as many layers

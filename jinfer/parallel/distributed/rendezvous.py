@@ -23,8 +23,8 @@ from typing import Any
 
 import jax
 
-from jinfer.distributed.job_config import JobConfig
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.parallel.distributed.job_config import JobConfig
 from jinfer.progress import task
 from jinfer.version import __version__
 

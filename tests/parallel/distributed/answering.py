@@ -1,6 +1,6 @@
 """A process of a job for tests; process 0 prints the results of calls as JSON.
 
-Run as `python -m tests.distributed.answering CASES`, with the flags of a job or alone.
+Run as `python -m tests.parallel.distributed.answering CASES`, with the flags of a job or alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jinfer import LLM
 from jinfer.api.job_processes import run_job, run_worker
-from jinfer.distributed.job_config import FLAGS, find_job
+from jinfer.parallel.distributed.job_config import FLAGS, find_job
 from tests.parallel.eight.models import CALLS, GOLDENS
 
 # More than one model after the other, in the order of the cases.

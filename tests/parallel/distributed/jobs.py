@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SECONDS = 240.0
 
 
@@ -94,8 +94,8 @@ def ran(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) ->
 
 
 def answered(cases: Sequence[Mapping[str, Any]], processes: int, *, devices: int = 1) -> list[Any]:
-    """What a job gives for each case, see `tests.distributed.answering`."""
-    arguments = ["-m", "tests.distributed.answering", json.dumps(cases)]
+    """What a job gives for each case, see `tests.parallel.distributed.answering`."""
+    arguments = ["-m", "tests.parallel.distributed.answering", json.dumps(cases)]
     found = ran(started_job(arguments, processes, devices=devices))
     assert [each.status for each in found] == [0] * processes, "\n".join(e.err for e in found)
     return list(json.loads(found[0].out))

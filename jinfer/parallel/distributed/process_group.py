@@ -25,8 +25,8 @@ from jax import Array
 from jax.experimental.multihost_utils import ProcessFailureError, live_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jinfer.distributed.broadcast import broadcast_from_first, per_device
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.parallel.distributed.broadcast import broadcast_from_first, per_device
 
 LOST = 3  # exit status of a process that has lost another one
 HEARTBEAT = 10  # seconds without a heartbeat after which JAX counts a process as lost

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import ROOT, free_port
-from tests.distributed.test_ending import post
+from tests.parallel.distributed.jobs import ROOT, free_port
+from tests.parallel.distributed.test_ending import post
 
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 GOLDEN = str(ROOT / "tests" / "goldens" / "llama2")

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jinfer.distributed.process_group import ProcessGroup
 from jinfer.loader.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.mapped_file import release
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import Opened
 from jinfer.loader.weights.storage_plan import as_whole_numbers
+from jinfer.parallel.distributed.process_group import ProcessGroup
 
 _PLACES, _BYTES = 8, 64  # samples of each tensor, and bytes of each sample
 _REMEDY = {

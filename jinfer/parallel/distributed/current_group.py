@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jinfer.loader.config.source_errors import SourceError
 
 if TYPE_CHECKING:
-    from jinfer.distributed.process_group import ProcessGroup
+    from jinfer.parallel.distributed.process_group import ProcessGroup
 
 _current: ProcessGroup | None = None
 

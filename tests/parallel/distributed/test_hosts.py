@@ -21,10 +21,10 @@ import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.distributed.rendezvous import job_key
+from jinfer.parallel.distributed.rendezvous import job_key
 from jinfer.version import __version__
-from tests.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
-from tests.distributed.jobs import ended, started
+from tests.parallel.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
+from tests.parallel.distributed.jobs import ended, started
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there can be two hosts")
 

@@ -20,9 +20,9 @@ import jax
 import pytest
 
 from jinfer.cpu.isa import own_isa
-from jinfer.distributed.rendezvous import job_key
+from jinfer.parallel.distributed.rendezvous import job_key
 from jinfer.version import __version__
-from tests.distributed.jobs import ended, flags, free_port, ran, started, started_job
+from tests.parallel.distributed.jobs import ended, flags, free_port, ran, started, started_job
 
 GOLDEN = "tests/goldens/llama2"
 PLAN = ["--set", "dtype=float32", "--set", "partition.devices=0;1"]

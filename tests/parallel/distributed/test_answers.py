@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM
-from tests.distributed.jobs import answered
+from tests.parallel.distributed.jobs import answered
 from tests.parallel.eight.models import CALLS, GOLDENS, check_results
 
 KEYS = {"engine.slots": 6, "engine.kv_tokens": 1024}

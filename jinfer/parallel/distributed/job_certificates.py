@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jinfer.distributed.rendezvous import KEY
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.parallel.distributed.rendezvous import KEY
 
 _URI = "spiffe://jinfer/"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256

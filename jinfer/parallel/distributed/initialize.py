@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from jinfer.distributed.collective_address import listen_at
-from jinfer.distributed.current_group import set_current_group
-from jinfer.distributed.job_certificates import mutual_tls
-from jinfer.distributed.job_config import JobConfig
-from jinfer.distributed.process_group import HEARTBEAT, ProcessGroup
-from jinfer.distributed.rendezvous import rendezvous
 from jinfer.loader.config.source_errors import SourceError
+from jinfer.parallel.distributed.collective_address import listen_at
+from jinfer.parallel.distributed.current_group import set_current_group
+from jinfer.parallel.distributed.job_certificates import mutual_tls
+from jinfer.parallel.distributed.job_config import JobConfig
+from jinfer.parallel.distributed.process_group import HEARTBEAT, ProcessGroup
+from jinfer.parallel.distributed.rendezvous import rendezvous
 
 
 def join_job(job: JobConfig) -> ProcessGroup:
