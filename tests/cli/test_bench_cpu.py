@@ -164,6 +164,7 @@ def test_the_worker_of_before_is_still_understood(monkeypatch: pytest.MonkeyPatc
         return 0
 
     monkeypatch.setattr(bench_cpu, "_work", work)
+    monkeypatch.setattr("jinfer.progress._shown", None)  # a worker shows none, for good
     assert main(["--worker", "jinfer", "m.gguf", "--set", "a=1"]) == 0
     (options,) = seen
     assert (options.worker, options.models, options.set) == ("jinfer", ["m.gguf"], ["a=1"])
